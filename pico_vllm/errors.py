@@ -1,0 +1,70 @@
+"""Every exception that a user can meet, and what it tells them.
+
+    PicoError                     code and param, as the error body of an OpenAI-style reply carries them
+    ├── InvalidRequestError       the caller can fix it: one request is refused, nothing else is touched
+    │   ├── ContextLengthError    prompt, or prompt + max_tokens, does not fit the window
+    │   ├── EmptyPromptError      no token to start from
+    │   ├── TokenOutOfRangeError  an id that the tokenizer does not know
+    │   └── ChatTemplateError     the template refused the messages, or ran out of its limits
+    ├── ConfigError               an engine setting that cannot be used
+    ├── ModelLoadError            weights, config.json or tokenizer missing, damaged or not supported
+    └── StepFailedError           our fault: a step failed; only the requests of that step are lost
+
+A message names the value, the limit and the way out. It never carries a traceback, and never another user's text.
+"""
+
+from __future__ import annotations
+
+
+class PicoError(Exception):
+    """Base of all errors raised on purpose.
+
+    `code` is a stable machine-readable word, `param` the argument at fault (None where there is no single one),
+    `status` the HTTP status a server answers with.
+    """
+
+    code = "internal_error"
+    status = 500
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequestError(PicoError):
+    code = "invalid_value"
+    status = 400
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
+
+
+class EmptyPromptError(InvalidRequestError):
+    code = "empty_prompt"
+
+
+class TokenOutOfRangeError(InvalidRequestError):
+    code = "token_out_of_range"
+
+
+class ChatTemplateError(InvalidRequestError):
+    code = "chat_template_error"
+
+
+class ConfigError(PicoError):
+    code = "invalid_config"
+    status = 400
+
+
+class ModelLoadError(PicoError):
+    code = "model_load_failed"
+    status = 500
+
+
+class StepFailedError(PicoError):
+    code = "step_failed"
+    status = 500
