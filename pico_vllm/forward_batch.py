@@ -1,0 +1,47 @@
+"""ForwardBatch: the tensors of one forward pass, decode rows and prompt chunks together.
+
+    T tokens this step, R requests this step, M block-table width, N rows whose logits are wanted
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """Tokens lie request after request; request r owns tokens query_start_loc[r] to query_start_loc[r + 1].
+
+    The first `num_decodes` requests have query_len 1 and their last sampled token as input.
+    """
+
+    token_ids: Tensor
+    """[T] int64"""
+    positions: Tensor
+    """[T] int64, place of each token in its request"""
+    slot_mapping: Tensor
+    """[T] int64, block_id * block_size + position % block_size; -1 is padding, never written"""
+    block_table: Tensor
+    """[R, M] int32, physical block ids; entries past ceil(seq_len / block_size) are never read"""
+    seq_lens: Tensor
+    """[R] int32, tokens that attention reads: context_len + query_len"""
+    query_start_loc: Tensor
+    """[R + 1] int32"""
+    logits_index: Tensor
+    """[N] int64, tokens whose hidden state goes to the head"""
+
+    num_decodes: int
+    rows: NDArray[np.int32]
+    """[R] row of each request in the batch state, on the host"""
+    context_lens: NDArray[np.int32]
+    """[R] tokens whose KV was cached before this step, on the host"""
+    query_lens: NDArray[np.int32]
+    """[R] tokens computed in this step, on the host"""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])

@@ -1,0 +1,66 @@
+"""Request: one prompt on its way to one answer. Host only."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pico_vllm.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """The scheduler owns every field that changes; only `Scheduler.commit` makes a request grow or end."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    """Resolved: prompt + max_tokens never exceeds the window."""
+    stop_token_ids: frozenset[int]
+    """EOS ids (unless ignored) and the caller's own."""
+    seed: int
+    sample_index: int = 0
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in the cache."""
+    block_ids: list[int] = field(default_factory=list)
+    """Logical block ids in token order."""
+    row: int = -1
+    """Row of the runner's batch state while running."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The id that ended it, where one did."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED

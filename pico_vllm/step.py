@@ -1,0 +1,84 @@
+"""StepPlan (what to run) and StepResult (what came out): the hand-offs between scheduler and runner. Host only.
+
+Both are immutable and carry numbers, not Requests, so that the same plan can be sent to every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pico_vllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRow:
+    """A request that enters the runner's batch state in this step."""
+
+    row: int
+    token_ids: Sequence[int]
+    """Prompt, and after a preemption what had been generated."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    seed: int
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewBlocks:
+    """Blocks appended to a row's block table."""
+
+    row: int
+    index: int
+    """Place of the first one in the table."""
+    block_ids: Sequence[int]
+    """Physical device ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """R requests in batch order: the first `num_decodes` compute one token after their first output, then prompts."""
+
+    request_ids: tuple[str, ...]
+    rows: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    query_lens: NDArray[np.int32]
+    is_sampled: NDArray[np.bool_]
+    """Whether the last token of this step yields the request's next token (False inside a chunked prompt)."""
+    num_decodes: int
+    new_rows: tuple[NewRow, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one token: the token itself first, then the most likely ones in order."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+    """1 for the most likely token."""
+
+
+NO_TOKEN = -1
+"""In `StepResult.token_ids`: nothing was sampled for this request."""
+BAD_LOGITS = -2
+"""In `StepResult.token_ids`: the logits held NaN or infinity, so the request must end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    token_ids: NDArray[np.int64]
+    """One a request of the plan, or NO_TOKEN or BAD_LOGITS."""
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    """By index in the plan, for requests that asked."""
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """By index in the plan: of the prompt tokens that this step predicted, in order."""
