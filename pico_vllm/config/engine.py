@@ -1,0 +1,150 @@
+"""EngineConfig: every setting of one engine, checked when made, "auto" settled once by `resolve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pico_vllm.config.model import ModelConfig
+from pico_vllm.errors import ConfigError
+
+KvKind = Literal["paged", "contiguous", "none"]
+WeightFormat = Literal["auto", "keep", "bf16", "fp32"]
+
+_DTYPES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16",
+    "fp16": "float16", "float16": "float16", "half": "float16",
+    "fp32": "float32", "float32": "float32", "float": "float32",
+}  # fmt: skip
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kv": ("paged", "contiguous", "none"),
+    "weight_format": ("auto", "keep", "bf16", "fp32"),
+    "load_format": ("auto", "dummy"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    model: str
+    """Directory, .gguf file, alias or Hub id."""
+    dtype: str = "auto"
+    """auto, bfloat16, float16 or float32: type of activations and KV. auto is bfloat16 where the machine is good at it."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt and answer together; None takes the model's window."""
+    max_num_seqs: int = 32
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens computed in one step: decode rows first, then prompt chunks."""
+    block_size: int = 16
+    """Tokens in a KV block."""
+    num_kv_blocks: int | None = None
+    """KV blocks for requests, the null block not counted; None takes what memory allows."""
+    gpu_memory_utilization: float = 0.9
+    """Part of the device's memory that weights, activations and KV may take."""
+    kv: KvKind = "paged"
+    """paged; contiguous and none are the readable references."""
+    weight_format: WeightFormat = "auto"
+    """keep leaves 4- and 8-bit weights packed; bf16 and fp32 unpack them. auto: fp32 for dtype float32, else keep."""
+    load_format: str = "auto"
+    """dummy fills the weights with random numbers and needs only a config.json."""
+    seed: int = 0
+    """Start of the seeds given to requests that bring none, and of dummy weights."""
+    num_threads: int | None = None
+    """CPU threads; None takes the cores this process may use."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a directory, file, alias or Hub id, not {self.model!r}", param="model")
+        if self.dtype != "auto" and self.dtype not in _DTYPES:
+            raise ConfigError(
+                f"dtype {self.dtype!r} is not supported; use auto, bfloat16, float16 or float32", param="dtype"
+            )
+        is_known = self.device in ("auto", "cpu", "cuda") or (
+            isinstance(self.device, str) and self.device.startswith("cuda:") and self.device[5:].isdigit()
+        )
+        if not is_known:
+            raise ConfigError(f"device {self.device!r} is not known; use auto, cpu, cuda or cuda:N", param="device")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}", param=name
+                )
+        self._check_count("max_num_seqs", 1, 4096)
+        self._check_count("max_num_batched_tokens", 1, 1 << 20)
+        self._check_count("block_size", 1, 256)
+        for name in ("max_model_len", "num_kv_blocks", "num_threads"):
+            if getattr(self, name) is not None:
+                self._check_count(name, 1, 1 << 31)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
+                "a step could not take one token of each running request; raise the first or lower the second",
+                param="max_num_batched_tokens",
+            )
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], not {utilization!r}", param="gpu_memory_utilization"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must be a 64-bit integer, not {self.seed!r}", param="seed")
+
+    def _check_count(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {value!r}", param=name)
+
+    def resolve(
+        self, model: ModelConfig, *, device: str, has_fast_bf16: bool, num_threads: int
+    ) -> EngineConfig:
+        """Settle everything "auto" but the number of blocks, which depends on free memory.
+
+        Raises:
+            ConfigError: the window asked for is longer than the model's, or a sliding window would cut it.
+        """
+        dtype = _DTYPES.get(self.dtype, "bfloat16" if has_fast_bf16 else "float32")
+        weight_format = self.weight_format
+        if weight_format == "auto":
+            weight_format = "fp32" if dtype == "float32" else "keep"
+        if weight_format == "bf16" and dtype == "float16":
+            raise ConfigError(
+                "weight_format bf16 needs dtype bfloat16 or float32, not float16; use weight_format keep",
+                param="weight_format",
+            )
+        window = model.max_position_embeddings
+        max_model_len = window if self.max_model_len is None else self.max_model_len
+        if max_model_len > window:
+            raise ConfigError(
+                f"max_model_len {max_model_len} is longer than the model's window of {window} tokens; lower it",
+                param="max_model_len",
+            )
+        if model.sliding_window is not None and max_model_len > model.sliding_window:
+            if self.max_model_len is not None:
+                raise ConfigError(
+                    f"max_model_len {max_model_len} is longer than the model's sliding window of "
+                    f"{model.sliding_window} tokens, which is not supported; pass max_model_len={model.sliding_window} "
+                    "or less, where the window changes nothing",
+                    param="max_model_len",
+                )
+            max_model_len = model.sliding_window
+        original = model.rope.original_max_position
+        if model.rope.kind == "dynamic" and original is not None and max_model_len > original:
+            if self.max_model_len is not None:
+                raise ConfigError(
+                    f"max_model_len {max_model_len} is beyond the original {original} tokens of a model with dynamic "
+                    "RoPE, where its answers depend on how they are computed; pass "
+                    f"max_model_len={original} or less",
+                    param="max_model_len",
+                )
+            max_model_len = original
+        return replace(
+            self,
+            dtype=dtype,
+            device=device,
+            weight_format=weight_format,
+            max_model_len=max_model_len,
+            num_threads=num_threads,
+        )
+

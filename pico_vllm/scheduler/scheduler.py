@@ -1,0 +1,230 @@
+"""Scheduler: which requests compute how many tokens in the next step. Host only, knows no tensor and no string.
+
+`schedule` makes a StepPlan: decode rows first, then prompt chunks in order of arrival, under a token budget; then new
+requests, as long as a row and their blocks are free. `commit` is the only place where a request grows or ends.
+
+Admission reserves the blocks of prompt + max_tokens, so a running request always finds its next block; blocks are
+taken from the pool only when they are first written. First come, first served: nobody overtakes the head of the line.
+
+Invariant (`check_invariants`): every running request holds exactly ceil(tokens with KV / block_size) blocks, each
+block is held once, rows are unique, and the sum of reservations fits the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pico_vllm.cache.block_manager import BlockManager
+from pico_vllm.outputs import StepEvents
+from pico_vllm.request import FinishReason, Request, RequestStatus
+from pico_vllm.scheduler.queues import WaitingQueue
+from pico_vllm.step import BAD_LOGITS, NO_TOKEN, NewBlocks, NewRow, StepPlan, StepResult
+
+
+class Scheduler:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        keeps_kv: bool = True,
+    ) -> None:
+        """keeps_kv False computes every sequence from its first token in each step (`--kv none`)."""
+        self._blocks = blocks
+        self._block_size = block_size
+        self._budget_tokens = max_num_batched_tokens
+        self._keeps_kv = keeps_kv
+        self._waiting = WaitingQueue()
+        self._running: dict[str, Request] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._num_reserved_blocks = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def has_work(self) -> bool:
+        return bool(self._running) or len(self._waiting) > 0
+
+    def add(self, request: Request) -> None:
+        """Put a request in line. It must fit the pool alone: the engine refuses it otherwise."""
+        assert self._num_blocks(request.max_total_tokens) <= self._blocks.num_device_blocks, request.request_id
+        self._waiting.push(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early. False if it is unknown or has ended: that is no error."""
+        request = self._waiting.remove(request_id) or self._running.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.ABORT)
+        return True
+
+    def schedule(self) -> StepPlan | None:
+        """What to run next, or None when there is nothing to do."""
+        self._admit()
+        decoding = [r for r in self._running.values() if r.status is RequestStatus.DECODING]
+        prefilling = [r for r in self._running.values() if r.status is RequestStatus.PREFILL]
+        scheduled: list[tuple[Request, int]] = []
+        budget = self._budget_tokens
+        for request in decoding + prefilling:
+            query_len = request.num_tokens - request.num_computed_tokens
+            if self._keeps_kv:
+                query_len = min(query_len, budget)
+            if query_len > 0:
+                scheduled.append((request, query_len))
+                budget -= query_len
+        if not scheduled:
+            return None
+        return self._make_plan(scheduled)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
+        """Let the requests of a step grow or end, and say what happened. Requests aborted meanwhile are passed over."""
+        request_ids: list[str] = []
+        token_ids: list[int] = []
+        reasons: list[FinishReason | None] = []
+        logprobs = {}
+        prompt_logprobs = {}
+        sampled = result.token_ids.tolist()
+        query_lens = plan.query_lens.tolist()
+        for index, request_id in enumerate(plan.request_ids):
+            request = self._running.get(request_id)
+            if request is None:
+                continue
+            if self._keeps_kv:
+                request.num_computed_tokens += query_lens[index]
+            if index in result.prompt_logprobs:
+                prompt_logprobs[request_id] = result.prompt_logprobs[index]
+            token_id = sampled[index]
+            if token_id == NO_TOKEN:
+                continue
+            if token_id == BAD_LOGITS:
+                reason: FinishReason | None = FinishReason.ERROR
+            else:
+                request.status = RequestStatus.DECODING
+                request.output_token_ids.append(token_id)
+                reason = _end_of(request, token_id)
+                if index in result.logprobs:
+                    logprobs[request_id] = result.logprobs[index]
+            if reason is not None:
+                self._finish(request, reason)
+            request_ids.append(request_id)
+            token_ids.append(token_id)
+            reasons.append(reason)
+        return StepEvents(
+            request_ids=tuple(request_ids),
+            token_ids=tuple(token_ids),
+            finish_reasons=tuple(reasons),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def fail(self, request_ids: Sequence[str]) -> StepEvents:
+        """End the requests of a step that raised. What they generated before stays theirs."""
+        failed = [request for i in request_ids if (request := self._running.get(i)) is not None]
+        for request in failed:
+            self._finish(request, FinishReason.ERROR)
+        return StepEvents(
+            request_ids=tuple(r.request_id for r in failed),
+            token_ids=(BAD_LOGITS,) * len(failed),
+            finish_reasons=(FinishReason.ERROR,) * len(failed),
+        )
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _admit(self) -> None:
+        while len(self._waiting) > 0 and self._free_rows:
+            reserved = self._num_blocks(self._waiting.peek().max_total_tokens)
+            if self._num_reserved_blocks + reserved > self._blocks.num_device_blocks:
+                return
+            request = self._waiting.pop()
+            self._num_reserved_blocks += reserved
+            request.row = self._free_rows.pop()
+            request.status = RequestStatus.PREFILL
+            self._running[request.request_id] = request
+
+    def _make_plan(self, scheduled: list[tuple[Request, int]]) -> StepPlan:
+        new_rows = []
+        new_blocks = []
+        for request, query_len in scheduled:
+            first = request.num_computed_tokens
+            held = len(request.block_ids)
+            if held == 0:
+                new_rows.append(_new_row(request))
+            missing = self._num_blocks(first + query_len) - held
+            if missing > 0:
+                block_ids = self._blocks.allocate(missing)
+                assert block_ids is not None, f"reserved blocks were not there for {request.request_id}"
+                request.block_ids.extend(block_ids)
+                physical = self._blocks.device_ids(block_ids)
+                new_blocks.append(NewBlocks(row=request.row, index=held, block_ids=physical))
+        requests = [request for request, _ in scheduled]
+        context_lens = np.array([r.num_computed_tokens for r in requests], np.int32)
+        query_lens = np.array([query_len for _, query_len in scheduled], np.int32)
+        num_tokens = np.array([r.num_tokens for r in requests], np.int32)
+        return StepPlan(
+            request_ids=tuple(r.request_id for r in requests),
+            rows=np.array([r.row for r in requests], np.int32),
+            context_lens=context_lens,
+            query_lens=query_lens,
+            is_sampled=context_lens + query_lens == num_tokens,
+            num_decodes=sum(r.status is RequestStatus.DECODING for r in requests) if self._keeps_kv else 0,
+            new_rows=tuple(new_rows),
+            new_blocks=tuple(new_blocks),
+        )
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        if self._running.pop(request.request_id, None) is not None:
+            self._num_reserved_blocks -= self._num_blocks(request.max_total_tokens)
+            self._blocks.free(request.block_ids)
+            request.block_ids = []
+            self._free_rows.append(request.row)
+            request.row = -1
+
+    def check_invariants(self) -> None:
+        self._blocks.check_invariants()
+        running = list(self._running.values())
+        held = [block_id for request in running for block_id in request.block_ids]
+        assert len(set(held)) == len(held), "a block held by two requests"
+        assert all(self._blocks.ref_count(block_id) == 1 for block_id in held), "ref_count is not the number of holders"
+        assert len(held) + self._blocks.num_free_device_blocks == self._blocks.num_device_blocks, "a block was lost"
+        if self._keeps_kv:
+            for request in running:
+                expected = self._num_blocks(request.num_computed_tokens)
+                assert len(request.block_ids) == expected, (request.request_id, len(request.block_ids), expected)
+        rows = [request.row for request in running]
+        assert len(set(rows + self._free_rows)) == len(rows) + len(self._free_rows), "a row used twice"
+        reserved = sum(self._num_blocks(request.max_total_tokens) for request in running)
+        assert reserved == self._num_reserved_blocks <= self._blocks.num_device_blocks, "reservations"
+
+
+def _new_row(request: Request) -> NewRow:
+    return NewRow(
+        row=request.row,
+        token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+        num_prompt_tokens=request.num_prompt_tokens,
+        params=request.params,
+        stop_token_ids=request.stop_token_ids,
+        seed=request.seed,
+        sample_index=request.sample_index,
+    )
+
+
+def _end_of(request: Request, token_id: int) -> FinishReason | None:
+    num_output_tokens = len(request.output_token_ids)
+    if token_id in request.stop_token_ids and num_output_tokens >= request.params.min_tokens:
+        request.stop_token_id = token_id
+        return FinishReason.STOP
+    if num_output_tokens >= request.max_tokens:
+        return FinishReason.LENGTH
+    return None
