@@ -26,7 +26,7 @@ def show(value: object) -> str:
         return f"a {type(value).__name__} too large to print"
 
 
-# Bookkeeping, training, generation defaults and output switches: `save_pretrained` of transformers 4
+# Bookkeeping, training, generation defaults, output switches: `save_pretrained` of transformers 4
 # and 5 writes them, fine-tuning tools add a few, and none takes part in the forward pass.
 _IGNORED_NAMES = """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash

@@ -58,7 +58,7 @@ class ModelConfig:
         """The window L in tokens, where the user asks for none. The rule is vLLM's.
 
         default and llama3: `max_position_embeddings`, which llama3 files give already stretched.
-        linear and dynamic: `max_position_embeddings * factor`: these files keep the old window there.
+        linear and dynamic: `max_position_embeddings * factor`: these files keep the old window.
         yarn: `original_max_position_embeddings * factor`, since files disagree about which of the
         two windows `max_position_embeddings` holds.
         """
@@ -182,8 +182,8 @@ def _bias(keys: HfKeys, key: str, architecture: str) -> bool:
 def _sliding_window(keys: HfKeys, architecture: str, num_layers: int) -> int | None:
     """One window for all layers, or None. A mixture of layers is refused.
 
-    Mistral slides wherever `sliding_window` is not null. Qwen slides with `use_sliding_window` only,
-    and then from layer `max_window_layers` on; `layer_types`, where given, decides layer by layer.
+    Mistral slides wherever `sliding_window` is not null. Qwen slides with `use_sliding_window`
+    only, and then from layer `max_window_layers` on; `layer_types`, where given, decides.
     """
     layer_types = _layer_types(keys, num_layers)
     if architecture == "LlamaForCausalLM":
