@@ -85,7 +85,9 @@ class HfKeys:
         self.used: set[str] = set()
 
     def refuse(self, key: str, problem: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.where}: {key} {problem}", param=key)
+        # A key of the file may be long or hold control characters: a message stays one line.
+        name = key[:80] if key.isprintable() else repr(key[:80])
+        return ModelLoadError(f"{self.where}: {name} {problem}", param=key[:80])
 
     def raw(self, key: str) -> object:
         """The value, None where the key is absent or null."""
@@ -159,7 +161,7 @@ class HfKeys:
                 out = WAY_OUT.get(key, f"only {allowed} is supported")
                 raise self.refuse(key, f"is {show(value)}: {out}")
             raise self.refuse(
-                show(key),
+                key,
                 f"is {show(value)}: this key is not known here and could change what the model "
                 "computes. Remove it from config.json if it does not",
             )

@@ -72,7 +72,7 @@ def rope_from_hf(config: HfKeys, *, max_position: int) -> RopeConfig:
     for key, value in rope.values.items():
         if value is not None and key not in _COMMON | _HARMLESS | _KEYS_OF_KIND[kind]:
             raise rope.refuse(
-                show(key),
+                key,
                 f"is {show(value)}: not a setting of rope_type {kind!r}. Supported with it: "
                 f"{', '.join(sorted(_COMMON | _KEYS_OF_KIND[kind]))}",
             )

@@ -102,7 +102,7 @@ def hf_config_from_gguf(
     for key, value in own.items():
         if key not in keys.used and key not in _IGNORED:
             raise keys.refuse(
-                key[:80],
+                key,
                 f"is {show(value)}: not known here and could change what the model computes",
             )
     return config
