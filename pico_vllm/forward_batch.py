@@ -1,6 +1,6 @@
 """ForwardBatch: the tensors of one forward pass, decode rows and prompt chunks together.
 
-    T tokens this step, R requests this step, M block-table width, N rows whose logits are wanted
+T tokens this step, R requests this step, M block-table width
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """Tokens lie request after request; request r owns tokens query_start_loc[r] to query_start_loc[r + 1].
+    """Tokens lie request after request; request r owns tokens query_start_loc[r] to
+    query_start_loc[r + 1].
 
     The first `num_decodes` requests have query_len 1 and their last sampled token as input.
     """
@@ -31,8 +32,6 @@ class ForwardBatch:
     """[R] int32, tokens that attention reads: context_len + query_len"""
     query_start_loc: Tensor
     """[R + 1] int32"""
-    logits_index: Tensor
-    """[N] int64, tokens whose hidden state goes to the head"""
 
     num_decodes: int
     rows: NDArray[np.int32]

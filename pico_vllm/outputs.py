@@ -1,4 +1,5 @@
-"""What comes out: StepEvents for one step (engine to detokenizer), RequestOutput for one request (to the caller)."""
+"""What comes out: StepEvents for one step (engine to detokenizer), RequestOutput for one request
+(to the caller)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class StepEvents:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
     logprob: float
-    """Natural logarithm, from the model's raw distribution; at least -9999.0 so that JSON can hold it."""
+    """Natural logarithm, from the model's raw distribution; at least -9999.0 so that JSON can hold
+    it."""
     rank: int | None
     """1 for the most likely token; None where it was not computed."""
     decoded_token: str

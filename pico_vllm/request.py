@@ -25,7 +25,8 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """The scheduler owns every field that changes; only `Scheduler.commit` makes a request grow or end."""
+    """The scheduler owns every field that changes; only `Scheduler.commit` makes a request grow or
+    end."""
 
     request_id: str
     prompt_token_ids: Sequence[int]

@@ -56,7 +56,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Log-probabilities of the chosen token and this many most likely ones, from the model's raw distribution."""
+    """Log-probabilities of the chosen token and this many most likely ones, from the model's raw
+    distribution."""
     prompt_logprobs: int | None = None
     """The same for each prompt token given the ones before it."""
     skip_special_tokens: bool = True
@@ -86,12 +87,21 @@ class SamplingParams:
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "skip_special_tokens",
+            "detokenize",
+        ):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be True or False, not {_show(getattr(self, name))}", param=name)
+                raise InvalidRequestError(
+                    f"{name} must be True or False, not {_show(getattr(self, name))}", param=name
+                )
         object.__setattr__(self, "stop_strings", _checked_stop(self.stop))
         if self.stop_strings and not self.detokenize:
-            raise InvalidRequestError("stop strings need detokenize=True; or use stop_token_ids", param="stop")
+            raise InvalidRequestError(
+                "stop strings need detokenize=True; or use stop_token_ids", param="stop"
+            )
         object.__setattr__(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
@@ -110,17 +120,21 @@ def _check_int(name: str, value: object, low: int, high: int, hint: str = "") ->
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         tail = f"; {hint}" if hint else ""
         raise InvalidRequestError(
-            f"{name} must be a whole number from {low} to {high}, not {_show(value)}{tail}", param=name
+            f"{name} must be a whole number from {low} to {high}, not {_show(value)}{tail}",
+            param=name,
         )
 
 
-def _check_float(name: str, value: object, low: float, high: float, *, exclusive_low: bool = False) -> None:
+def _check_float(
+    name: str, value: object, low: float, high: float, *, exclusive_low: bool = False
+) -> None:
     # Written as `not (low <= x <= high)` so that NaN fails too.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (exclusive_low and value == low):  # type: ignore[operator]
         bracket = "(" if exclusive_low else "["
         raise InvalidRequestError(
-            f"{name} must be a number in {bracket}{low:g}, {high:g}], not {_show(value)}", param=name
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], not {_show(value)}",
+            param=name,
         )
 
 
@@ -130,12 +144,14 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, (list, tuple)) or len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
-            f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings, not {_show(stop)}", param="stop"
+            f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings, not {_show(stop)}",
+            param="stop",
         )
     for text in strings:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
             raise InvalidRequestError(
-                f"each stop string has 1 to {MAX_STOP_CHARS} characters, not {_show(text)}", param="stop"
+                f"each stop string has 1 to {MAX_STOP_CHARS} characters, not {_show(text)}",
+                param="stop",
             )
     return tuple(strings)
 
@@ -159,14 +175,21 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
         count = f" of {len(bias)} entries" if isinstance(bias, Mapping) else f", not {_show(bias)}"
         raise InvalidRequestError(
-            f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers{count}", param="logit_bias"
+            f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers{count}",
+            param="logit_bias",
         )
     checked = {}
     for key, value in bias.items():
         # OpenAI clients send the ids as JSON object keys, so digits in a string count as an id.
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        token_id = (
+            int(key)
+            if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+            else key
+        )
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise InvalidRequestError(f"logit_bias key {_show(key)} is not a token id", param="logit_bias")
+            raise InvalidRequestError(
+                f"logit_bias key {_show(key)} is not a token id", param="logit_bias"
+            )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not -100.0 <= value <= 100.0:
             raise InvalidRequestError(

@@ -1,4 +1,5 @@
-"""StepPlan (what to run) and StepResult (what came out): the hand-offs between scheduler and runner. Host only.
+"""StepPlan (what to run) and StepResult (what came out): the hand-offs between scheduler and
+runner. Host only.
 
 Both are immutable and carry numbers, not Requests, so that the same plan can be sent to every rank.
 """
@@ -41,14 +42,16 @@ class NewBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """R requests in batch order: the first `num_decodes` compute one token after their first output, then prompts."""
+    """R requests in batch order: the first `num_decodes` compute one token after their first
+    output, then prompts."""
 
     request_ids: tuple[str, ...]
     rows: NDArray[np.int32]
     context_lens: NDArray[np.int32]
     query_lens: NDArray[np.int32]
     is_sampled: NDArray[np.bool_]
-    """Whether the last token of this step yields the request's next token (False inside a chunked prompt)."""
+    """Whether the last token of this step yields the request's next token (False inside a chunked
+    prompt)."""
     num_decodes: int
     new_rows: tuple[NewRow, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
@@ -60,7 +63,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one token: the token itself first, then the most likely ones in order."""
+    """Log-probabilities of one token: the token itself first, then the most likely ones in order.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

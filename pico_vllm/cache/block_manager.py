@@ -34,10 +34,12 @@ class BlockCopy:
 
 class BlockManager:
     def __init__(self, num_device_blocks: int, num_host_blocks: int = 0) -> None:
-        """Usable blocks of each pool; the null block is not counted and lies before them on the device."""
+        """Usable blocks of each pool; the null block is not counted and lies before them on the
+        device."""
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
-        # Heaps: the lowest free id first keeps live blocks close together, so that CPU attention reads long runs.
+        # Heaps: the lowest free id first keeps live blocks close together, so that CPU attention
+        # reads long runs.
         self._free_device = list(range(1, num_device_blocks + 1))
         self._free_host = list(range(num_host_blocks))
         self._blocks: dict[int, _Block] = {}
@@ -52,7 +54,8 @@ class BlockManager:
         return len(self._free_host)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Give `count` new device blocks with ref_count 1, or None (and nothing changed) if fewer are free."""
+        """Give `count` new device blocks with ref_count 1, or None (and nothing changed) if fewer
+        are free."""
         if count > len(self._free_device):
             return None
         block_ids = []
@@ -74,7 +77,9 @@ class BlockManager:
             block = self._blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
-                heapq.heappush(self._free_device if block.is_on_device else self._free_host, block.physical_id)
+                heapq.heappush(
+                    self._free_device if block.is_on_device else self._free_host, block.physical_id
+                )
                 del self._blocks[block_id]
 
     def ref_count(self, block_id: int) -> int:
@@ -88,7 +93,9 @@ class BlockManager:
     def device_ids(self, block_ids: Sequence[int]) -> list[int]:
         """Physical device ids, for block tables and slots."""
         blocks = [self._blocks[block_id] for block_id in block_ids]
-        assert all(block.is_on_device for block in blocks), f"a request may not compute on host blocks: {block_ids}"
+        assert all(block.is_on_device for block in blocks), (
+            f"a request may not compute on host blocks: {block_ids}"
+        )
         return [block.physical_id for block in blocks]
 
     def swap_out(self, block_ids: Sequence[int]) -> list[BlockCopy] | None:
@@ -104,10 +111,14 @@ class BlockManager:
 
     def _move(self, block_ids: Sequence[int], *, to_device: bool) -> list[BlockCopy] | None:
         source, target = (
-            (self._free_host, self._free_device) if to_device else (self._free_device, self._free_host)
+            (self._free_host, self._free_device)
+            if to_device
+            else (self._free_device, self._free_host)
         )
         moving = [self._blocks[block_id] for block_id in block_ids]
-        assert all(block.is_on_device != to_device for block in moving), f"already there: {block_ids}"
+        assert all(block.is_on_device != to_device for block in moving), (
+            f"already there: {block_ids}"
+        )
         assert len(set(block_ids)) == len(block_ids), f"a block named twice: {block_ids}"
         if len(moving) > len(target):
             return None
@@ -122,6 +133,10 @@ class BlockManager:
     def check_invariants(self) -> None:
         device = [block.physical_id for block in self._blocks.values() if block.is_on_device]
         host = [block.physical_id for block in self._blocks.values() if not block.is_on_device]
-        assert all(block.ref_count >= 1 for block in self._blocks.values()), "a block that nobody holds was kept"
-        assert sorted(device + self._free_device) == list(range(1, self.num_device_blocks + 1)), "device pool"
+        assert all(block.ref_count >= 1 for block in self._blocks.values()), (
+            "a block that nobody holds was kept"
+        )
+        assert sorted(device + self._free_device) == list(range(1, self.num_device_blocks + 1)), (
+            "device pool"
+        )
         assert sorted(host + self._free_host) == list(range(self.num_host_blocks)), "host pool"

@@ -1,4 +1,5 @@
-"""The first two rungs of the ladder: no cache, and one contiguous cache a request. Small, slow, easy to read.
+"""The first two rungs of the ladder: no cache, and one contiguous cache a request. Small, slow,
+easy to read.
 
 Paged attention must give the same tokens as these.
 
@@ -52,9 +53,22 @@ class ContiguousKV:
     """kv[rows, L, 2, max_len, G, D]: each running request has one row as long as the window."""
 
     def __init__(
-        self, model: ModelConfig, *, max_num_seqs: int, max_model_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        shape = (max_num_seqs, model.num_layers, 2, max_model_len, model.num_kv_heads, model.head_dim)
+        shape = (
+            max_num_seqs,
+            model.num_layers,
+            2,
+            max_model_len,
+            model.num_kv_heads,
+            model.head_dim,
+        )
         self._kv = torch.empty(shape, dtype=dtype, device=device)
         self._scale = model.head_dim**-0.5
 
@@ -66,7 +80,12 @@ class ContiguousStep:
     def __init__(self, kv: Tensor, batch: ForwardBatch, scale: float) -> None:
         self._kv = kv
         self._rows = list(
-            zip(batch.rows.tolist(), batch.context_lens.tolist(), batch.query_lens.tolist(), strict=True)
+            zip(
+                batch.rows.tolist(),
+                batch.context_lens.tolist(),
+                batch.query_lens.tolist(),
+                strict=True,
+            )
         )
         self._scale = scale
 
@@ -80,5 +99,7 @@ class ContiguousStep:
             keys, values = self._kv[row, layer]
             keys[context_len:seq_len] = k_TGD[tokens]
             values[context_len:seq_len] = v_TGD[tokens]
-            outputs.append(causal_attention(q_THD[tokens], keys[:seq_len], values[:seq_len], scale=self._scale))
+            outputs.append(
+                causal_attention(q_THD[tokens], keys[:seq_len], values[:seq_len], scale=self._scale)
+            )
         return torch.cat(outputs)

@@ -24,13 +24,20 @@ from pico_vllm.kernels.store_kv import store_kv
 
 
 def allocate_pool(
-    num_blocks: int, block_size: int, model: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    num_blocks: int,
+    block_size: int,
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """Zeros of [num_blocks, G, L, 2, S, D]. Attention multiplies whole blocks, so unused slots must hold numbers."""
+    """Zeros of [num_blocks, G, L, 2, S, D]. Attention multiplies whole blocks, so unused slots must
+    hold numbers."""
     shape = (num_blocks, model.num_kv_heads, model.num_layers, 2, block_size, model.head_dim)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy asks the system for zeroed pages, which take no memory before they are written; torch.zeros writes them.
+    # NumPy asks the system for zeroed pages, which take no memory before they are written;
+    # torch.zeros writes them.
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
@@ -47,8 +54,12 @@ class PagedKV:
         num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.device_pool = allocate_pool(num_device_blocks + 1, block_size, model, dtype=dtype, device=device)
-        self.host_pool = allocate_pool(num_host_blocks, block_size, model, dtype=dtype, device=torch.device("cpu"))
+        self.device_pool = allocate_pool(
+            num_device_blocks + 1, block_size, model, dtype=dtype, device=device
+        )
+        self.host_pool = allocate_pool(
+            num_host_blocks, block_size, model, dtype=dtype, device=torch.device("cpu")
+        )
         self._scale = model.head_dim**-0.5
 
     def for_step(self, batch: ForwardBatch) -> PagedStep:
@@ -64,8 +75,12 @@ class PagedKV:
 
 
 def _copy_blocks(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:
-    source_ids = torch.tensor([copy.source for copy in copies], dtype=torch.int64, device=source.device)
-    target_ids = torch.tensor([copy.target for copy in copies], dtype=torch.int64, device=target.device)
+    source_ids = torch.tensor(
+        [copy.source for copy in copies], dtype=torch.int64, device=source.device
+    )
+    target_ids = torch.tensor(
+        [copy.target for copy in copies], dtype=torch.int64, device=target.device
+    )
     target[target_ids] = source[source_ids].to(target.device)
 
 
@@ -85,7 +100,8 @@ class PagedStep:
             )
 
     def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Write this step's KV of one layer, then attend over it and over what was cached. Returns [T, H, D]."""
+        """Write this step's KV of one layer, then attend over it and over what was cached. Returns
+        [T, H, D]."""
         batch = self._batch
         k_BGSD, v_BGSD = self._pool[:, :, layer, 0], self._pool[:, :, layer, 1]
         store_kv(k_TGD, v_TGD, k_BGSD, v_BGSD, batch.slot_mapping)

@@ -1,4 +1,5 @@
-"""EngineConfig: every setting of one engine, checked when made, "auto" settled once by `resolve`."""
+"""EngineConfig: every setting of one engine, checked when made, "auto" settled once by `resolve`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class EngineConfig:
     model: str
     """Directory, .gguf file, alias or Hub id."""
     dtype: str = "auto"
-    """auto, bfloat16, float16 or float32: type of activations and KV. auto is bfloat16 where the machine is good at it."""
+    """auto, bfloat16, float16 or float32: type of activations and KV. auto is bfloat16 where the
+    machine is good at it."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     max_model_len: int | None = None
@@ -46,7 +48,8 @@ class EngineConfig:
     kv: KvKind = "paged"
     """paged; contiguous and none are the readable references."""
     weight_format: WeightFormat = "auto"
-    """keep leaves 4- and 8-bit weights packed; bf16 and fp32 unpack them. auto: fp32 for dtype float32, else keep."""
+    """keep leaves 4- and 8-bit weights packed; bf16 and fp32 unpack them. auto: fp32 for dtype
+    float32, else keep."""
     load_format: str = "auto"
     """dummy fills the weights with random numbers and needs only a config.json."""
     seed: int = 0
@@ -56,20 +59,30 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a directory, file, alias or Hub id, not {self.model!r}", param="model")
+            raise ConfigError(
+                f"model must be a directory, file, alias or Hub id, not {self.model!r}",
+                param="model",
+            )
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ConfigError(
-                f"dtype {self.dtype!r} is not supported; use auto, bfloat16, float16 or float32", param="dtype"
+                f"dtype {self.dtype!r} is not supported; use auto, bfloat16, float16 or float32",
+                param="dtype",
             )
         is_known = self.device in ("auto", "cpu", "cuda") or (
-            isinstance(self.device, str) and self.device.startswith("cuda:") and self.device[5:].isdigit()
+            isinstance(self.device, str)
+            and self.device.startswith("cuda:")
+            and self.device[5:].isdigit()
         )
         if not is_known:
-            raise ConfigError(f"device {self.device!r} is not known; use auto, cpu, cuda or cuda:N", param="device")
+            raise ConfigError(
+                f"device {self.device!r} is not known; use auto, cpu, cuda or cuda:N",
+                param="device",
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}", param=name
+                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}",
+                    param=name,
                 )
         self._check_count("max_num_seqs", 1, 4096)
         self._check_count("max_num_batched_tokens", 1, 1 << 20)
@@ -84,17 +97,28 @@ class EngineConfig:
                 param="max_num_batched_tokens",
             )
         utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+        if (
+            isinstance(utilization, bool)
+            or not isinstance(utilization, (int, float))
+            or not 0 < utilization <= 1
+        ):
             raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], not {utilization!r}", param="gpu_memory_utilization"
+                f"gpu_memory_utilization must be in (0, 1], not {utilization!r}",
+                param="gpu_memory_utilization",
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+        if (
+            isinstance(self.seed, bool)
+            or not isinstance(self.seed, int)
+            or not -(2**63) <= self.seed < 2**63
+        ):
             raise ConfigError(f"seed must be a 64-bit integer, not {self.seed!r}", param="seed")
 
     def _check_count(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {value!r}", param=name)
+            raise ConfigError(
+                f"{name} must be a whole number from {low} to {high}, not {value!r}", param=name
+            )
 
     def resolve(
         self, model: ModelConfig, *, device: str, has_fast_bf16: bool, num_threads: int
@@ -108,12 +132,15 @@ class EngineConfig:
         weight_format = self.weight_format
         if weight_format == "auto":
             weight_format = "fp32" if dtype == "float32" else "keep"
+        if device != "cpu" and weight_format == "keep":
+            # The GPU's linears read plain weights only.
+            weight_format = "fp32" if dtype == "float32" else "bf16"
         if weight_format == "bf16" and dtype == "float16":
             raise ConfigError(
                 "weight_format bf16 needs dtype bfloat16 or float32, not float16; use weight_format keep",
                 param="weight_format",
             )
-        window = model.max_position_embeddings
+        window = model.max_model_len_default
         max_model_len = window if self.max_model_len is None else self.max_model_len
         if max_model_len > window:
             raise ConfigError(
@@ -147,4 +174,3 @@ class EngineConfig:
             max_model_len=max_model_len,
             num_threads=num_threads,
         )
-

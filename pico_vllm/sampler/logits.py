@@ -1,6 +1,6 @@
 """What is done to the logits before a token is chosen, in the order of the functions here.
 
-    R requests, V vocabulary; logits are fp32 and changed in place
+R requests, V vocabulary; logits are fp32 and changed in place
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ class PenaltyCounts:
     """fp32: how often each token was generated"""
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], output_ids: Sequence[int], vocab_size: int, device: torch.device) -> PenaltyCounts:
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> PenaltyCounts:
         in_prompt_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         in_prompt_V[torch.tensor(prompt_ids, dtype=torch.int64, device=device)] = True
         output = torch.tensor(output_ids, dtype=torch.int64, device=device)
@@ -59,11 +65,13 @@ def keep_top_k(logits_RV: Tensor, top_k_R: Tensor) -> None:
 
 
 _NUCLEUS_GUESS = 1024
-"""Top-p looks among this many tokens first: a nucleus is seldom wider, and a full sort of the vocabulary is slow."""
+"""Top-p looks among this many tokens first: a nucleus is seldom wider, and a full sort of the
+vocabulary is slow."""
 
 
 def keep_top_p(logits_RV: Tensor, top_p_R: Tensor) -> None:
-    """Keep the smallest set of most likely tokens that reaches p, at least one; the lower id on ties."""
+    """Keep the smallest set of most likely tokens that reaches p, at least one; the lower id on
+    ties."""
     vocab_size = logits_RV.shape[1]
     log_total_R1 = logits_RV.logsumexp(dim=1, keepdim=True)
     width = min(_NUCLEUS_GUESS, vocab_size)
@@ -72,7 +80,9 @@ def keep_top_p(logits_RV: Tensor, top_p_R: Tensor) -> None:
         probs_RK = (sorted_RK - log_total_R1).exp()
         mass_before_RK = probs_RK.cumsum(dim=1) - probs_RK
         is_kept_RK = mass_before_RK < top_p_R[:, None]
-        if width == vocab_size or not bool(is_kept_RK[:, -1].any()):
+        # A kept token as small as the last one here may have equals with lower ids further out.
+        reaches_end = is_kept_RK & (sorted_RK == sorted_RK[:, -1:])
+        if width == vocab_size or not bool(reaches_end.any()):
             break
         width = vocab_size
     is_kept_RK[:, 0] = True

@@ -1,4 +1,5 @@
-"""Scheduler: which requests compute how many tokens in the next step. Host only, knows no tensor and no string.
+"""Scheduler: which requests compute how many tokens in the next step. Host only, knows no tensor
+and no string.
 
 `schedule` makes a StepPlan: decode rows first, then prompt chunks in order of arrival, under a token budget; then new
 requests, as long as a row and their blocks are free. `commit` is the only place where a request grows or ends.
@@ -33,7 +34,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         keeps_kv: bool = True,
     ) -> None:
-        """keeps_kv False computes every sequence from its first token in each step (`--kv none`)."""
+        """keeps_kv False computes every sequence from its first token in each step (`--kv none`).
+        """
         self._blocks = blocks
         self._block_size = block_size
         self._budget_tokens = max_num_batched_tokens
@@ -56,7 +58,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request in line. It must fit the pool alone: the engine refuses it otherwise."""
-        assert self._num_blocks(request.max_total_tokens) <= self._blocks.num_device_blocks, request.request_id
+        assert self._num_blocks(request.max_total_tokens) <= self._blocks.num_device_blocks, (
+            request.request_id
+        )
         self._waiting.push(request)
 
     def abort(self, request_id: str) -> bool:
@@ -86,7 +90,8 @@ class Scheduler:
         return self._make_plan(scheduled)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
-        """Let the requests of a step grow or end, and say what happened. Requests aborted meanwhile are passed over."""
+        """Let the requests of a step grow or end, and say what happened. Requests aborted meanwhile
+        are passed over."""
         request_ids: list[str] = []
         token_ids: list[int] = []
         reasons: list[FinishReason | None] = []
@@ -162,7 +167,9 @@ class Scheduler:
             missing = self._num_blocks(first + query_len) - held
             if missing > 0:
                 block_ids = self._blocks.allocate(missing)
-                assert block_ids is not None, f"reserved blocks were not there for {request.request_id}"
+                assert block_ids is not None, (
+                    f"reserved blocks were not there for {request.request_id}"
+                )
                 request.block_ids.extend(block_ids)
                 physical = self._blocks.device_ids(block_ids)
                 new_blocks.append(NewBlocks(row=request.row, index=held, block_ids=physical))
@@ -176,7 +183,9 @@ class Scheduler:
             context_lens=context_lens,
             query_lens=query_lens,
             is_sampled=context_lens + query_lens == num_tokens,
-            num_decodes=sum(r.status is RequestStatus.DECODING for r in requests) if self._keeps_kv else 0,
+            num_decodes=sum(r.status is RequestStatus.DECODING for r in requests)
+            if self._keeps_kv
+            else 0,
             new_rows=tuple(new_rows),
             new_blocks=tuple(new_blocks),
         )
@@ -196,16 +205,28 @@ class Scheduler:
         running = list(self._running.values())
         held = [block_id for request in running for block_id in request.block_ids]
         assert len(set(held)) == len(held), "a block held by two requests"
-        assert all(self._blocks.ref_count(block_id) == 1 for block_id in held), "ref_count is not the number of holders"
-        assert len(held) + self._blocks.num_free_device_blocks == self._blocks.num_device_blocks, "a block was lost"
+        assert all(self._blocks.ref_count(block_id) == 1 for block_id in held), (
+            "ref_count is not the number of holders"
+        )
+        assert len(held) + self._blocks.num_free_device_blocks == self._blocks.num_device_blocks, (
+            "a block was lost"
+        )
         if self._keeps_kv:
             for request in running:
                 expected = self._num_blocks(request.num_computed_tokens)
-                assert len(request.block_ids) == expected, (request.request_id, len(request.block_ids), expected)
+                assert len(request.block_ids) == expected, (
+                    request.request_id,
+                    len(request.block_ids),
+                    expected,
+                )
         rows = [request.row for request in running]
-        assert len(set(rows + self._free_rows)) == len(rows) + len(self._free_rows), "a row used twice"
+        assert len(set(rows + self._free_rows)) == len(rows) + len(self._free_rows), (
+            "a row used twice"
+        )
         reserved = sum(self._num_blocks(request.max_total_tokens) for request in running)
-        assert reserved == self._num_reserved_blocks <= self._blocks.num_device_blocks, "reservations"
+        assert reserved == self._num_reserved_blocks <= self._blocks.num_device_blocks, (
+            "reservations"
+        )
 
 
 def _new_row(request: Request) -> NewRow:

@@ -1,0 +1,156 @@
+"""Engine: requests of token ids in, StepEvents out. It has never seen a string.
+
+plan = scheduler.schedule(); pending = runner.launch(plan); events = scheduler.commit(plan, pending.result())
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Sequence
+
+from pico_vllm.config.engine import EngineConfig
+from pico_vllm.engine.model_runner import ModelRunner
+from pico_vllm.errors import (
+    ContextLengthError,
+    EmptyPromptError,
+    InvalidRequestError,
+    TokenOutOfRangeError,
+)
+from pico_vllm.outputs import StepEvents
+from pico_vllm.request import Request
+from pico_vllm.sampling_params import SamplingParams
+from pico_vllm.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        """config is resolved: its max_model_len fits the pool. vocab_size: ids that the tokenizer
+        knows."""
+        assert config.max_model_len is not None
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self.vocab_size = vocab_size
+        self._scheduler = scheduler
+        self._runner = runner
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._request_numbers = itertools.count()
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+        """Refuse a request that could not run; otherwise return how many tokens it may generate.
+
+        Raises:
+            EmptyPromptError, TokenOutOfRangeError, ContextLengthError, InvalidRequestError: nothing was changed.
+        """
+        num_prompt_tokens = len(prompt_token_ids)
+        if num_prompt_tokens == 0:
+            raise EmptyPromptError("the prompt has no tokens; give at least one", param="prompt")
+        # A prompt far too long is refused before its tokens are looked at one by one.
+        if num_prompt_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens and the window holds {self.max_model_len}, "
+                "one of them for the answer; shorten the prompt",
+                param="prompt",
+            )
+        for index, token_id in enumerate(prompt_token_ids):
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise TokenOutOfRangeError(
+                    f"prompt token {index} is {str(token_id)[:40]}; ids are whole numbers from 0 to "
+                    f"{self.vocab_size - 1}",
+                    param="prompt",
+                )
+        room = self.max_model_len - num_prompt_tokens
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, together more than "
+                f"the window of {self.max_model_len}; shorten the prompt or ask for at most {room} tokens",
+                param="max_tokens",
+            )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens} but the window leaves {room} tokens; lower min_tokens",
+                param="min_tokens",
+            )
+        max_n = self.config.max_num_seqs
+        if params.n > max_n:
+            raise InvalidRequestError(
+                f"n is {params.n}, more than max_num_seqs {max_n}; ask for fewer", param="n"
+            )
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            for token_id in ids or ():
+                if token_id >= self.vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} names token {token_id}; ids go from 0 to {self.vocab_size - 1}",
+                        param=name,
+                    )
+        return room if params.max_tokens is None else params.max_tokens
+
+    def add_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, sample_index: int = 0
+    ) -> str:
+        """Put one request in line and return its id. `params.n` is the caller's affair: one request
+        is one answer."""
+        max_tokens = self.check(prompt_token_ids, params)
+        number = next(self._request_numbers)
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_token_ids |= self.eos_token_ids
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            seed=_fresh_seed(self.config.seed, number) if params.seed is None else params.seed,
+            sample_index=sample_index,
+        )
+        self._scheduler.add(request)
+        return request.request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early; False (and no error) if it is unknown or has ended."""
+        return self._scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def step(self) -> StepEvents:
+        """Compute one step. If it raises, only the requests in it end, with finish reason `error`.
+        """
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return StepEvents()
+        try:
+            pending = self._runner.launch(plan)
+            result = pending.result()
+        except Exception:
+            logger.exception(
+                "step_failed num_requests=%d num_tokens=%d", len(plan.request_ids), plan.num_tokens
+            )
+            return self._scheduler.fail(plan.request_ids)
+        return self._scheduler.commit(plan, result)
+
+    def check_invariants(self) -> None:
+        self._scheduler.check_invariants()
+
+
+_GOLDEN_64 = 0x9E3779B97F4A7C15
+
+
+def _fresh_seed(engine_seed: int, number: int) -> int:
+    """A different int64 for every request that brings no seed, the same again in the next run."""
+    bits = (engine_seed * _GOLDEN_64 + number + 1) * _GOLDEN_64 % 2**64
+    return bits - 2**64 if bits >= 2**63 else bits

@@ -1,0 +1,271 @@
+"""From a name and settings to an engine that can run: files, configuration, weights, KV pool,
+tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from pico_vllm.cache.block_manager import BlockManager
+from pico_vllm.cache.contiguous import ContiguousKV, NoKV
+from pico_vllm.cache.kv_pool import PagedKV
+from pico_vllm.config import hardware
+from pico_vllm.config.engine import EngineConfig
+from pico_vllm.config.model import ModelConfig
+from pico_vllm.engine.batch_builder import BatchBuilder
+from pico_vllm.engine.engine import Engine
+from pico_vllm.engine.model_runner import KVCache, ModelRunner
+from pico_vllm.errors import ConfigError, ModelLoadError
+from pico_vllm.models.gguf import GGUFSource
+from pico_vllm.models.hub import ModelFiles, read_hf_config, resolve_model
+from pico_vllm.models.llama import LlamaForCausalLM, parameter_shapes
+from pico_vllm.models.loader import WeightLoader
+from pico_vllm.models.registry import MODELS
+from pico_vllm.models.weights import DummySource, SafetensorsSource, WeightSource, check_names
+from pico_vllm.sampler.sampler import Sampler
+from pico_vllm.scheduler.scheduler import Scheduler
+from pico_vllm.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CPU_POOL_FRACTION = 0.25
+"""Part of the free memory of a CPU machine that the KV pool may take where nobody said how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    engine: Engine
+    tokenizer: Tokenizer | None
+    """None for a configuration without a tokenizer: prompts are then token ids."""
+    model_config: ModelConfig
+
+
+def load_model(
+    config: EngineConfig, *, on_progress: Callable[[int, int], None] | None = None
+) -> LoadedModel:
+    """Load everything. on_progress is told (tensors loaded, tensors in all).
+
+    Raises:
+        ModelLoadError, ConfigError: nothing was started.
+    """
+    files = resolve_model(config.model)
+    model_config, source, tokenizer = open_model(files, config)
+    try:
+        device = settle_device(config.device)
+        if config.num_threads is not None or device.type == "cpu":
+            torch.set_num_threads(config.num_threads or hardware.cpu_threads())
+        resolved = config.resolve(
+            model_config,
+            device=str(device),
+            has_fast_bf16=device.type == "cuda" or hardware.cpu_has_fast_bf16(),
+            num_threads=torch.get_num_threads(),
+        )
+        model = load_weights(model_config, resolved, source, device, on_progress)
+    finally:
+        source.close()
+    resolved = settle_kv_blocks(resolved, model_config, device)
+    engine = build_engine(model, model_config, resolved, tokenizer, device)
+    logger.info("engine_ready %s", " ".join(f"{k}={v}" for k, v in describe(resolved).items()))
+    return LoadedModel(engine, tokenizer, model_config)
+
+
+def open_model(
+    files: ModelFiles, config: EngineConfig
+) -> tuple[ModelConfig, WeightSource, Tokenizer | None]:
+    """Read and check configuration, names of the weights and tokenizer, before any weight is read.
+    """
+    source: WeightSource
+    tokenizer = None
+    if files.kind == "gguf":
+        source = gguf = GGUFSource(files.path)
+        model_config = ModelConfig.from_hf(gguf.hf_config())
+        tokenizer = Tokenizer.from_gguf_metadata(gguf.metadata)
+    else:
+        model_config = ModelConfig.from_hf(*read_hf_config(files.path))
+        has_tokenizer = files.kind == "directory" and (files.path / "tokenizer.json").exists()
+        if has_tokenizer or config.load_format != "dummy":
+            if files.kind == "config":
+                raise ModelLoadError(
+                    f"{config.model} is a configuration without weights; pass load_format='dummy' to run it with "
+                    "random ones",
+                    param="load_format",
+                )
+            tokenizer = Tokenizer.from_directory(files.path)
+        source = (
+            SafetensorsSource(files.path)
+            if config.load_format != "dummy"
+            else _dummy(model_config, config)
+        )
+    if config.load_format == "dummy" and files.kind == "gguf":
+        source.close()
+        source = _dummy(model_config, config)
+    check_names(parameter_shapes(model_config), source, tied=model_config.tie_word_embeddings)
+    if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
+        raise ModelLoadError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the model only {model_config.vocab_size} rows in its "
+            "head: the tokenizer does not belong to these weights",
+            param="tokenizer",
+        )
+    return model_config, source, tokenizer
+
+
+def _dummy(model_config: ModelConfig, config: EngineConfig) -> DummySource:
+    return DummySource(parameter_shapes(model_config), model_config.initializer_range, config.seed)
+
+
+def settle_device(name: str) -> torch.device:
+    """auto is the first GPU that torch sees, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {name} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu, or install a "
+            "driver and a CUDA build of torch",
+            param="device",
+        )
+    index = int(name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name} was asked for, but there are {torch.cuda.device_count()} GPUs, numbered from 0",
+            param="device",
+        )
+    return torch.device("cuda", index)
+
+
+def load_weights(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    source: WeightSource,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> LlamaForCausalLM:
+    num_tensors, num_done = len(source.tensors), 0
+
+    def progress(count: int) -> None:
+        nonlocal num_done
+        num_done += count
+        if on_progress is not None:
+            on_progress(min(num_done, num_tensors), num_tensors)
+
+    dtype = TORCH_DTYPES[config.dtype]
+    weight_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(config.weight_format, dtype)
+    loader = WeightLoader(
+        source,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        keeps_packed=config.weight_format == "keep",
+        device=device,
+        progress=progress,
+    )
+    assert config.max_model_len is not None
+    return MODELS[model_config.architecture](model_config, loader, config.max_model_len)
+
+
+def settle_kv_blocks(
+    config: EngineConfig, model: ModelConfig, device: torch.device
+) -> EngineConfig:
+    """Decide how many blocks the pool has, and shorten the window to what it holds.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    assert config.max_model_len is not None
+    blocks_per_request = -(-config.max_model_len // config.block_size)
+    num_blocks = config.num_kv_blocks
+    if config.kv != "paged":
+        # These caches are as large as the window says: blocks only count what is running.
+        num_blocks = blocks_per_request * config.max_num_seqs
+    elif num_blocks is None:
+        block_bytes = (
+            model.kv_bytes_per_token(TORCH_DTYPES[config.dtype].itemsize) * config.block_size
+        )
+        if device.type == "cpu":
+            free_bytes = int(hardware.available_memory_bytes() * CPU_POOL_FRACTION)
+        else:
+            free, total = torch.cuda.mem_get_info(device)
+            free_bytes = int(free - total * (1 - config.gpu_memory_utilization))
+        num_blocks = min(free_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
+        if num_blocks < 1:
+            raise ConfigError(
+                f"{max(0, free_bytes) / 2**20:.0f} MiB are free for the KV cache and a block of {config.block_size} "
+                f"tokens takes {block_bytes / 2**20:.2f} MiB; free memory, or pass num_kv_blocks",
+                param="num_kv_blocks",
+            )
+    max_model_len = min(config.max_model_len, num_blocks * config.block_size)
+    if max_model_len < config.max_model_len:
+        logger.warning(
+            "the KV pool of %d blocks of %d tokens holds %d tokens: the window shrinks from %d to that",
+            num_blocks, config.block_size, max_model_len, config.max_model_len,
+        )  # fmt: skip
+    return replace(config, num_kv_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def build_engine(
+    model: LlamaForCausalLM,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+) -> Engine:
+    assert config.max_model_len is not None and config.num_kv_blocks is not None
+    dtype = TORCH_DTYPES[config.dtype]
+    kv: KVCache
+    if config.kv == "none":
+        kv = NoKV(model_config)
+    elif config.kv == "contiguous":
+        kv = ContiguousKV(
+            model_config,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            dtype=dtype,
+            device=device,
+        )
+    else:
+        kv = PagedKV(
+            model_config,
+            num_device_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            dtype=dtype,
+            device=device,
+        )
+    vocab_size = model_config.vocab_size if tokenizer is None else tokenizer.vocab_size
+    scheduler = Scheduler(
+        BlockManager(config.num_kv_blocks),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        keeps_kv=config.kv != "none",
+    )
+    batch_builder = BatchBuilder(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        device=device,
+    )
+    runner = ModelRunner(model, kv, batch_builder, Sampler(config.max_num_seqs, vocab_size, device))
+    return Engine(
+        config,
+        scheduler,
+        runner,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids(model_config, tokenizer),
+    )
+
+
+def eos_token_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The model's list, and the tokenizer's own where it has one."""
+    ids = set(model_config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def describe(config: EngineConfig) -> dict[str, object]:
+    """The resolved settings, flat, for logs and records."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}

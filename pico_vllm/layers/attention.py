@@ -1,0 +1,61 @@
+"""Attention: fused QKV projection, optional QK-norm, RoPE, then whatever cache the step brings,
+then the O projection.
+
+T tokens this step, H query heads, G KV heads, D head dim, E hidden size
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pico_vllm.layers.linear import Linear
+from pico_vllm.layers.norm import RMSNorm
+from pico_vllm.layers.rope import Rope
+
+
+class KVStep(Protocol):
+    """One step's view of a KV cache."""
+
+    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """Store this step's keys and values of one layer, attend, return [T, H, D]."""
+        ...
+
+
+class Attention:
+    def __init__(
+        self,
+        layer: int,
+        *,
+        qkv: Linear,
+        o: Linear,
+        rope: Rope,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None:
+        self.layer = layer
+        self.qkv = qkv
+        self.o = o
+        self.rope = rope
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+
+    def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KVStep) -> Tensor:
+        num_tokens = x_TE.shape[0]
+        H, G = self.num_heads, self.num_kv_heads
+        qkv = self.qkv(x_TE).view(num_tokens, H + 2 * G, self.head_dim)
+        qk, v_TGD = qkv[:, : H + G], qkv[:, H + G :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
+        # Queries and keys turn by the same angles: one call for both.
+        qk_rot = self.rope.apply(qk, *cos_sin)
+        attended_THD = kv.attend(self.layer, qk_rot[:, :H], qk_rot[:, H:], v_TGD)
+        return self.o(attended_THD.reshape(num_tokens, H * self.head_dim))

@@ -1,0 +1,111 @@
+"""The decoder that Llama 2/3, Mistral, SmolLM2, Qwen2 and Qwen3 share; they differ by flags of
+ModelConfig.
+
+embed -> L x [x + attention(norm(x)); x + mlp(norm(x))] -> norm -> head
+
+T tokens this step, H query heads, G KV heads, D head dim, E hidden size, F MLP size, V vocabulary
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pico_vllm.config.model import ModelConfig
+from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.layers.attention import Attention, KVStep
+from pico_vllm.layers.mlp import MLP
+from pico_vllm.layers.norm import RMSNorm
+from pico_vllm.layers.rope import Rope
+from pico_vllm.models.loader import WeightLoader
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a checkpoint by its Hugging Face name; the head too where it is tied."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    q_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config.vocab_size, hidden),
+    }
+
+    def add_linear(name: str, num_out: int, num_in: int, has_bias: bool) -> None:
+        shapes[f"{name}.weight"] = (num_out, num_in)
+        if has_bias:
+            shapes[f"{name}.bias"] = (num_out,)
+
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        add_linear(f"{layer}.self_attn.q_proj", q_size, hidden, config.qkv_bias)
+        add_linear(f"{layer}.self_attn.k_proj", kv_size, hidden, config.qkv_bias)
+        add_linear(f"{layer}.self_attn.v_proj", kv_size, hidden, config.qkv_bias)
+        add_linear(f"{layer}.self_attn.o_proj", hidden, q_size, config.o_bias)
+        if config.qk_norm:
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
+        add_linear(f"{layer}.mlp.gate_proj", mlp, hidden, config.mlp_bias)
+        add_linear(f"{layer}.mlp.up_proj", mlp, hidden, config.mlp_bias)
+        add_linear(f"{layer}.mlp.down_proj", hidden, mlp, config.mlp_bias)
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+class DecoderLayer:
+    def __init__(self, config: ModelConfig, index: int, rope: Rope, loader: WeightLoader) -> None:
+        name, eps = f"model.layers.{index}", config.rms_norm_eps
+        self.input_norm = RMSNorm(loader.vector(f"{name}.input_layernorm.weight"), eps)
+        self.attention = Attention(
+            index,
+            qkv=loader.linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv")),
+            o=loader.linear(f"{name}.self_attn.o_proj"),
+            rope=rope,
+            q_norm=RMSNorm(loader.vector(f"{name}.self_attn.q_norm.weight"), eps)
+            if config.qk_norm
+            else None,
+            k_norm=RMSNorm(loader.vector(f"{name}.self_attn.k_norm.weight"), eps)
+            if config.qk_norm
+            else None,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        self.post_attention_norm = RMSNorm(
+            loader.vector(f"{name}.post_attention_layernorm.weight"), eps
+        )
+        self.mlp = MLP(
+            gate_up=loader.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
+            down=loader.linear(f"{name}.mlp.down_proj"),
+        )
+
+    def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KVStep) -> Tensor:
+        h_TE = x_TE + self.attention.forward(self.input_norm(x_TE), cos_sin, kv)
+        return h_TE + self.mlp(self.post_attention_norm(h_TE))
+
+
+class LlamaForCausalLM:
+    def __init__(self, config: ModelConfig, loader: WeightLoader, max_model_len: int) -> None:
+        """Takes every parameter from the loader, which has checked their names and shapes."""
+        self.vocab_size = config.vocab_size
+        self.rope = Rope(config.rope, config.head_dim, max_model_len, loader.dtype, loader.device)
+        self.embed = loader.embedding("model.embed_tokens.weight")
+        self.layers = [
+            DecoderLayer(config, index, self.rope, loader) for index in range(config.num_layers)
+        ]
+        self.norm = RMSNorm(loader.vector("model.norm.weight"), config.rms_norm_eps)
+        self.head = (
+            loader.tied_head(self.embed) if config.tie_word_embeddings else loader.linear("lm_head")
+        )
+
+    def forward(self, batch: ForwardBatch, kv: KVStep) -> Tensor:
+        """Hidden states [T, E] after the last norm."""
+        x_TE = self.embed(batch.token_ids)
+        cos_sin = self.rope.gather(batch.positions)
+        for layer in self.layers:
+            x_TE = layer.forward(x_TE, cos_sin, kv)
+        return self.norm(x_TE)
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """[N, V] fp32."""
+        return self.head(hidden_NE).float()
