@@ -1,0 +1,127 @@
+"""Attention of prompt chunks: new tokens over their request's cached context and themselves.
+
+T tokens this step, H query heads, G KV heads, D head dim, B blocks in pool, S block_size,
+R requests, M block-table width, C context tokens of one request, Q its new tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pico_vllm.kernels.kv_rows import as_rows, row_ids
+
+
+def paged_prefill_reference(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    block_table: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    scale: float,
+) -> Tensor:
+    num_groups = q_THD.shape[1] // k_TGD.shape[1]
+    block_size = k_BGSD.shape[2]
+    out_THD = torch.zeros_like(q_THD)
+    start = 0
+    for blocks, query_len, context_len in zip(block_table, query_lens, context_lens, strict=True):
+        tokens = slice(start, start + int(query_len))
+        positions = torch.arange(int(context_len))
+        at = (blocks[positions // block_size].long(), slice(None), positions % block_size)
+        k_NHD, v_NHD = (
+            torch.cat((pool[at], new[tokens])).float().repeat_interleave(num_groups, 1)
+            for pool, new in ((k_BGSD, k_TGD), (v_BGSD, v_TGD))
+        )
+        scores_HQN = torch.einsum("qhd,nhd->hqn", q_THD[tokens].float(), k_NHD) * scale
+        sees = torch.ones(scores_HQN.shape[1:], dtype=torch.bool).tril(int(context_len))
+        weights_HQN = torch.softmax(scores_HQN.masked_fill(~sees, float("-inf")), -1)
+        out_THD[tokens] = torch.einsum("hqn,nhd->qhd", weights_HQN, v_NHD).to(q_THD.dtype)
+        start += int(query_len)
+    return out_THD
+
+
+def paged_prefill(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    block_table: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    scale: float,
+) -> Tensor:
+    """Attend each request's new tokens over its context in the pool and, causally, over themselves.
+
+    Shapes:
+        q_THD, k/v_TGD  this step's tokens, request after request; bf16, fp16 or fp32; strides free
+        k/v_BGSD        one layer of the pool, same dtype; only the slots of the contexts are read
+        block_table     [R, M] int32
+        query_lens      R host ints, tokens; their sum is T
+        context_lens    R host ints, tokens cached before this step
+        returns         [T, H, D], dtype of q; softmax and sums in fp32
+
+    Raises:
+        ValueError: H is not a multiple of G, or k_BGSD or v_BGSD is not a layer of a pool.
+
+    Not checked: block ids in range. Same answer as paged_prefill_reference.
+    """
+    num_heads, num_kv_heads = q_THD.shape[1], k_TGD.shape[1]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+    q_HTD, k_GTD, v_GTD = (x.transpose(0, 1) for x in (q_THD, k_TGD, v_TGD))
+    start = 0
+    for request, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+        end = start + int(query_len)
+        new_HQD, k_GQD, v_GQD = q_HTD[:, start:end], k_GTD[:, start:end], v_GTD[:, start:end]
+        if context_len == 0:
+            out_HQD = functional.scaled_dot_product_attention(
+                new_HQD[None],
+                k_GQD[None],
+                v_GQD[None],
+                is_causal=True,
+                scale=scale,
+                enable_gqa=True,
+            )[0]
+        else:
+            context = _context(k_BGSD, v_BGSD, block_table[request], int(context_len))
+            out_HQD = _extend(new_HQD, k_GQD, v_GQD, *context, scale)
+        out_THD[start:end] = out_HQD.transpose(0, 1)
+        start = end
+    return out_THD
+
+
+def _context(
+    k_BGSD: Tensor, v_BGSD: Tensor, blocks: Tensor, context_len: int
+) -> tuple[Tensor, Tensor]:
+    """k and v [G, C, D] of the cached tokens."""
+    num_kv_heads, block_size, head_dim = k_BGSD.shape[1:]
+    positions = torch.arange(context_len)
+    slots = blocks.long()[positions // block_size] * block_size + positions % block_size
+    rows = row_ids(slots, k_BGSD).flatten()
+    shape = (num_kv_heads, context_len, head_dim)
+    return (
+        as_rows(k_BGSD).index_select(0, rows).view(shape),
+        as_rows(v_BGSD).index_select(0, rows).view(shape),
+    )
+
+
+def _extend(
+    q_HQD: Tensor, k_GQD: Tensor, v_GQD: Tensor, k_GCD: Tensor, v_GCD: Tensor, scale: float
+) -> Tensor:
+    """New tokens over context and themselves: one mask, True where a query sees a token."""
+    query_len, context_len = q_HQD.shape[1], k_GCD.shape[1]
+    sees = torch.ones(query_len, context_len + query_len, dtype=torch.bool).tril(context_len)
+    k_GND, v_GND = torch.cat((k_GCD, k_GQD), 1), torch.cat((v_GCD, v_GQD), 1)
+    return functional.scaled_dot_product_attention(
+        q_HQD[None], k_GND[None], v_GND[None], attn_mask=sees, scale=scale, enable_gqa=True
+    )[0]

@@ -1,0 +1,262 @@
+"""Linear layers over weights in several storage formats.
+
+    M rows of x (tokens), N output features, K input features
+
+A weight object knows one format: how to multiply, its bytes, and its values in fp32. `Linear` adds
+a bias. All are called once per layer and step, so they are plain objects: an nn.Module costs 2 us a
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pico_vllm.layers.huge_pages import weight_memory
+
+Array = np.ndarray | Tensor
+INT4_GROUP = 32
+PACK_CHUNK_BYTES = 16 << 20
+"""Packing goes by rows whose temporaries stay this small: loading needs no second model."""
+
+
+class Weight(Protocol):
+    """[N, K] values in some format, multiplied as x @ W.T."""
+
+    shape: tuple[int, int]
+    num_bytes: int
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None = None) -> Tensor: ...
+
+    def dequantize(self) -> Tensor: ...
+
+
+class Linear:
+    """y = x @ W.T + bias."""
+
+    def __init__(self, weight: Weight, bias_N: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias_N = bias_N
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        return self.weight(x_MK, self.bias_N)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + (0 if self.bias_N is None else self.bias_N.nbytes)
+
+
+class DenseWeight:
+    """A plain [N, K] tensor in the model's dtype: every device, every shape."""
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        self.weight_NK = weight_NK
+        self.shape = (weight_NK.shape[0], weight_NK.shape[1])
+        self.num_bytes = weight_NK.nbytes
+
+    @classmethod
+    def pack(cls, weight_NK: Tensor) -> DenseWeight:
+        """Copy a CPU tensor to huge pages; one of another device is kept as it is."""
+        return cls(weight_memory.copy(weight_NK) if weight_NK.device.type == "cpu" else weight_NK)
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        return functional.linear(x_MK, self.weight_NK, bias_N)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight_NK.index_select(0, ids)
+
+    def dequantize(self) -> Tensor:
+        return self.weight_NK.float()
+
+
+class OneDnnWeight:
+    """bf16 in oneDNN's blocked layout, CPU only.
+
+    The 30 layers of SmolLM2-135M take 12.4 ms at 8 rows; functional.linear, which reorders the weight on
+    every call, 20 ms.
+    """
+
+    BATCH_HINT = 8
+    """oneDNN picks its layout for this many rows; other row counts run too."""
+
+    def __init__(self, packed: Tensor, shape: tuple[int, int]) -> None:
+        self.packed = packed
+        self.shape = shape
+        self.num_bytes = shape[0] * shape[1] * 2
+
+    @staticmethod
+    def is_available() -> bool:
+        return (
+            torch.backends.mkldnn.is_available()
+            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+
+    @classmethod
+    def pack(cls, weight_NK: Tensor) -> OneDnnWeight:
+        assert weight_NK.dtype == torch.bfloat16, weight_NK.dtype
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), cls.BATCH_HINT)
+        return cls(packed, (weight_NK.shape[0], weight_NK.shape[1]))
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x_MK, self.packed, bias_N, "none", [], "")
+
+    def dequantize(self) -> Tensor:
+        return self(torch.eye(self.shape[1], dtype=torch.bfloat16)).T.float()
+
+
+class Int4Weight:
+    """4-bit codes with a scale and a zero for each 32 of K, for bf16 x on the CPU: GGUF's Q4_1.
+
+    w = scale * code + zero, code 0..15; stored for PyTorch's kernel as scale * (code - 8) + middle
+    with bf16 scale and middle. fp32 activations would take a path 40 times slower.
+    """
+
+    BLOCK_N = 64
+    """Rows are interleaved by 64: byte j of a block's column holds rows j (low) and j + 32."""
+    GEMM_FROM_M = 32
+    """From here on unpacking to bf16 once pays: 0.7 ms + 0.34 against 0.99 ms at N=3072, K=576."""
+
+    def __init__(self, packed: Tensor, scale_and_middle: Tensor, shape: tuple[int, int]) -> None:
+        self.packed = packed
+        self.scale_and_middle = scale_and_middle
+        self.shape = shape
+        self.num_bytes = packed.nbytes + scale_and_middle.nbytes
+
+    @staticmethod
+    def fits(shape: tuple[int, int]) -> bool:
+        return shape[0] % 16 == 0 and shape[1] % INT4_GROUP == 0
+
+    @classmethod
+    def from_rows(
+        cls, shape: tuple[int, int], read_rows: Callable[[slice], tuple[Array, Array, Array]]
+    ) -> Int4Weight:
+        """`read_rows(rows)`: codes uint8 [n, K], scale and zero fp32 [n, K / 32] of a chunk."""
+        assert cls.fits(shape), shape
+        num_rows, num_inputs = shape
+        packed = weight_memory.empty((num_rows, num_inputs // 2), torch.uint8)
+        pairs = weight_memory.empty((num_inputs // INT4_GROUP, num_rows, 2), torch.bfloat16)
+        for rows in _row_chunks(num_rows, 6 * num_inputs, cls.BLOCK_N):
+            codes, scale, zero = (torch.as_tensor(part) for part in read_rows(rows))
+            packed[rows] = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+            pairs[:, rows, 0] = scale.T
+            pairs[:, rows, 1] = (zero + 8 * scale).T
+        return cls(packed, pairs, shape)
+
+    @classmethod
+    def pack(cls, codes_NK: Array, scale: Array, zero: Array) -> Int4Weight:
+        """codes uint8 [N, K]; scale and zero fp32 [N, K / 32]."""
+        shape = (codes_NK.shape[0], codes_NK.shape[1])
+        return cls.from_rows(shape, lambda rows: (codes_NK[rows], scale[rows], zero[rows]))
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        if x_MK.shape[0] >= self.GEMM_FROM_M:
+            y_MN = self._gemm(x_MK)
+        else:
+            y_MN = torch._weight_int4pack_mm_for_cpu(
+                x_MK.contiguous(), self.packed, INT4_GROUP, self.scale_and_middle
+            )
+        return y_MN if bias_N is None else y_MN.add_(bias_N)
+
+    def _gemm(self, x_MK: Tensor) -> Tensor:
+        num_rows, num_inputs = self.shape
+        y_MN = x_MK.new_empty(x_MK.shape[0], num_rows)
+        whole = num_rows - num_rows % self.BLOCK_N
+        for rows in _row_chunks(whole, 4 * num_inputs, self.BLOCK_N):
+            y_MN[:, rows] = x_MK @ self._unpack(rows)
+        if whole < num_rows:  # the last rows are interleaved in another way
+            y_MN[:, whole:] = torch._weight_int4pack_mm_for_cpu(
+                x_MK.contiguous(),
+                self.packed[whole:],
+                INT4_GROUP,
+                self.scale_and_middle[:, whole:].contiguous(),
+            )
+        return y_MN
+
+    def _unpack(self, rows: slice) -> Tensor:
+        """[K, n] bf16 of whole blocks of rows."""
+        num_inputs = self.shape[1]
+        bytes_nK32 = self.packed[rows].view(-1, num_inputs, 32)
+        num_blocks = bytes_nK32.shape[0]
+        codes = torch.empty(num_inputs, num_blocks, 2, 32, dtype=torch.bfloat16)
+        for half, nibbles in enumerate((bytes_nK32 & 15, bytes_nK32 >> 4)):
+            codes[:, :, half] = nibbles.view(torch.int8).sub_(8).permute(1, 0, 2)
+        scale, middle = self.scale_and_middle[:, rows].permute(2, 0, 1).unsqueeze(2).contiguous()
+        return torch.addcmul(middle, codes.view(-1, INT4_GROUP, num_blocks * 64), scale).view(
+            num_inputs, -1
+        )
+
+    def dequantize(self) -> Tensor:
+        eye = torch.eye(self.shape[1], dtype=torch.bfloat16)
+        return torch._weight_int4pack_mm_for_cpu(
+            eye, self.packed, INT4_GROUP, self.scale_and_middle
+        ).T.float()
+
+
+class Int8Weight:
+    """int8 codes and a bf16 scale per row, for bf16 x on the CPU: the embedding of Q8_0 files."""
+
+    GEMM_FROM_M = 16
+
+    def __init__(self, codes_NK: Tensor, scale_N: Tensor) -> None:
+        self.codes_NK = codes_NK
+        self.scale_N = scale_N
+        self.shape = (codes_NK.shape[0], codes_NK.shape[1])
+        self.num_bytes = codes_NK.nbytes + scale_N.nbytes
+
+    @staticmethod
+    def fits(shape: tuple[int, int]) -> bool:
+        # The kernel reads past the end of other shapes: 17 x 33 crashes.
+        return shape[0] % 16 == 0 and shape[1] % 32 == 0
+
+    @classmethod
+    def from_rows(cls, shape: tuple[int, int], read_rows: Callable[[slice], Array]) -> Int8Weight:
+        """Quantise each row by its largest value; `read_rows(rows)` gives a chunk as floats [n, K].
+
+        The scale is rounded to bf16 before the codes are chosen: rounded after, it would bend a
+        whole row, a logit, by up to 0.4 %.
+        """
+        assert cls.fits(shape), shape
+        codes = weight_memory.empty(shape, torch.int8)
+        scale = weight_memory.empty((shape[0],), torch.bfloat16)
+        for rows in _row_chunks(shape[0], 8 * shape[1]):
+            values = torch.as_tensor(read_rows(rows)).float()
+            scale[rows] = values.abs().amax(1).div_(127).clamp_(min=1e-30)
+            values = values / scale[rows].float().unsqueeze(1)
+            codes[rows] = values.round_().clamp_(-127, 127)
+        return cls(codes, scale)
+
+    @classmethod
+    def pack(cls, weight_NK: Array) -> Int8Weight:
+        return cls.from_rows((weight_NK.shape[0], weight_NK.shape[1]), lambda rows: weight_NK[rows])
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        if x_MK.shape[0] >= self.GEMM_FROM_M:
+            y_MN = self._gemm(x_MK)
+        else:
+            y_MN = torch._weight_int8pack_mm(x_MK.contiguous(), self.codes_NK, self.scale_N)
+        return y_MN if bias_N is None else y_MN.add_(bias_N)
+
+    def _gemm(self, x_MK: Tensor) -> Tensor:
+        y_MN = x_MK.new_empty(x_MK.shape[0], self.shape[0])
+        for rows in _row_chunks(self.shape[0], 2 * self.shape[1]):
+            y_MN[:, rows] = functional.linear(x_MK, self.codes_NK[rows].to(x_MK.dtype))
+        return y_MN.mul_(self.scale_N)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.codes_NK.index_select(0, ids) * self.scale_N.index_select(0, ids).unsqueeze(1)
+
+    def dequantize(self) -> Tensor:
+        return self.codes_NK.float() * self.scale_N.float().unsqueeze(1)
+
+
+def _row_chunks(num_rows: int, bytes_per_row: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices of about PACK_CHUNK_BYTES, each but the last a multiple of `multiple` rows."""
+    step = max(PACK_CHUNK_BYTES // max(bytes_per_row, 1) // multiple, 1) * multiple
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
