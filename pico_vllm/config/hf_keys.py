@@ -26,6 +26,11 @@ def show(value: object) -> str:
         return f"a {type(value).__name__} too large to print"
 
 
+def show_name(name: str, limit: int = 80) -> str:
+    """A name from a file as a message carries it: one line, valid UTF-8, not too long."""
+    return name[:limit] if name.isprintable() else repr(name[:limit])
+
+
 # Bookkeeping, training, generation defaults, output switches: `save_pretrained` of transformers 4
 # and 5 writes them, fine-tuning tools add a few, and none takes part in the forward pass.
 _IGNORED_NAMES = """
@@ -85,9 +90,8 @@ class HfKeys:
         self.used: set[str] = set()
 
     def refuse(self, key: str, problem: str) -> ModelLoadError:
-        # A key of the file may be long or hold control characters: a message stays one line.
-        name = key[:80] if key.isprintable() else repr(key[:80])
-        return ModelLoadError(f"{self.where}: {name} {problem}", param=key[:80])
+        name = show_name(key)
+        return ModelLoadError(f"{self.where}: {name} {problem}", param=name)
 
     def raw(self, key: str) -> object:
         """The value, None where the key is absent or null."""

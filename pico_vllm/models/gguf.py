@@ -140,7 +140,8 @@ class GGUFSource:
             return raw.numpy()
         row = np.arange(start, stop)
         half, within = np.divmod(row % head_dim, head_dim // 2)
-        return raw.numpy()[row - row % head_dim + 2 * within + half - first]
+        in_file: np.ndarray = raw.numpy()[row - row % head_dim + 2 * within + half - first]
+        return in_file
 
     def _permuted_head_dim(self, name: str) -> int:
         """Rows per head where llama.cpp reordered them, else 1."""

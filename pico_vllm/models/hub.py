@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pico_vllm.config.hf_keys import show_name
 from pico_vllm.errors import ModelLoadError
 from pico_vllm.models.strict_json import read_json_object
 
@@ -159,15 +160,16 @@ def _in_directory(path: Path) -> ModelFiles:
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
         if len(gguf) > 1:
+            shown = ", ".join(map(show_name, gguf[:10]))
             raise ModelLoadError(
-                f"{path} holds {len(gguf)} .gguf files ({', '.join(gguf[:10])}): name one of them",
+                f"{path} holds {len(gguf)} .gguf files ({shown}): name one of them",
                 param="model",
             )
         return ModelFiles("gguf", path / gguf[0])
     if "config.json" not in names:
         raise ModelLoadError(
             f"{path} has neither config.json nor a .gguf file. It holds "
-            f"{', '.join(names[:10]) or 'nothing'}: download the complete model",
+            f"{', '.join(map(show_name, names[:10])) or 'nothing'}: download the complete model",
             param="model",
         )
     return ModelFiles("directory", path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pico_vllm.config.hf_keys import show
 from pico_vllm.errors import ModelLoadError
 from pico_vllm.models.raw_file import RawFile
 from pico_vllm.models.strict_json import parse_json_object
@@ -68,19 +69,19 @@ def _entry(path: object, name: str, value: object, start: int) -> Entry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in STORAGE_OF_DTYPE:
         raise ModelLoadError(
-            f"{where} has dtype {str(dtype)[:40]!r}: only {', '.join(STORAGE_OF_DTYPE)} are "
+            f"{where} has dtype {show(dtype)}: only {', '.join(STORAGE_OF_DTYPE)} are "
             "supported; use the unquantised checkpoint",
             param="dtype",
         )
     is_shape = isinstance(shape, list) and len(shape) <= 8
     if not is_shape or not all(type(size) is int and 0 < size < 2**63 for size in shape):
-        raise ModelLoadError(f"{where} has shape {str(shape)[:80]}: must be positive integers")
+        raise ModelLoadError(f"{where} has shape {show(shape)}: must be positive integers")
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
         or not all(type(offset) is int and 0 <= offset < 2**63 for offset in offsets)
     ):
-        raise ModelLoadError(f"{where} has data_offsets {str(offsets)[:80]}: must be two integers")
+        raise ModelLoadError(f"{where} has data_offsets {show(offsets)}: must be two integers")
     storage = STORAGE_OF_DTYPE[dtype]
     num_bytes = math.prod(shape) * ITEM_BYTES[storage]
     if offsets[1] - offsets[0] != num_bytes:

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pico_vllm.config.hf_keys import show, show_name
 from pico_vllm.errors import ModelLoadError
 from pico_vllm.models.raw_file import CHUNK_BYTES, RawFile, bytes_of, copy_rows
 from pico_vllm.models.safetensors_header import Entry, read_header
@@ -78,7 +79,8 @@ class WeightSource(Protocol):
 def require(source: WeightSource, name: str) -> TensorInfo:
     info = source.tensors.get(name)
     if info is None:
-        raise ModelLoadError(f"the checkpoint has no tensor {name[:200]!r}", param=name[:200])
+        shown = show_name(name, 200)
+        raise ModelLoadError(f"the checkpoint has no tensor {shown}", param=shown)
     return info
 
 
@@ -95,7 +97,7 @@ def check_out(name: str, info: TensorInfo, rows: slice | None, out: torch.Tensor
     expected = (stop - start, *info.shape[1:]) if info.shape else ()
     if tuple(out.shape) != expected:
         raise ModelLoadError(
-            f"{name} has shape {list(expected)} in the checkpoint, the model needs "
+            f"{show_name(name, 200)} has shape {list(expected)} in the checkpoint, the model needs "
             f"{list(out.shape)}: config.json does not belong to these weights",
             param=name,
         )
@@ -194,7 +196,7 @@ def _read_index(path: Path) -> dict[str, str]:
         is_plain = isinstance(shard, str) and shard.endswith(".safetensors") and len(shard) < 256
         if not is_plain or "/" in shard or "\\" in shard or "\0" in shard:
             raise ModelLoadError(
-                f"{path}: {str(shard)[:80]!r} must be the name of a .safetensors file beside it"
+                f"{path}: {show(shard)} must be the name of a .safetensors file beside it"
             )
     return shard_of
 
@@ -227,7 +229,7 @@ def _no_weights(directory: Path) -> str:
         )
     return (
         f"{directory} holds neither model.safetensors nor model.safetensors.index.json. It holds "
-        f"{', '.join(names[:10]) or 'nothing'}: download the complete model"
+        f"{', '.join(map(show_name, names[:10])) or 'nothing'}: download the complete model"
     )
 
 
@@ -314,7 +316,7 @@ def check_names(
             "the checkpoint does not hold the parameters of this model. "
             f"{_list_names('Missing', missing)}{_list_names('Unexpected', unexpected)}"
             "Check that config.json belongs to these weights and that all files are there",
-            param=(missing or unexpected)[0][:200],
+            param=show_name((missing or unexpected)[0], 200),
         )
     wrong = [
         f"{name} has {list(found[name])}, needs {list(shape)}"
@@ -339,7 +341,7 @@ def _list_names(title: str, names: Iterable[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{title} {len(names)}: {', '.join(name[:200] for name in names[:10])}{more}. "
+    return f"{title} {len(names)}: {', '.join(show_name(name, 200) for name in names[:10])}{more}. "
 
 
 def _is_same_tensor(source: WeightSource, name: str, other: str) -> bool:

@@ -109,7 +109,7 @@ def test_wrong_destination_is_refused(tmp_path: Path) -> None:
     """An unknown name or another shape names the tensor and both shapes."""
     save_file(make_tensors(), tmp_path / "model.safetensors")
     source = SafetensorsSource(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"no tensor 'model\.nothing'"):
+    with pytest.raises(ModelLoadError, match=r"no tensor model\.nothing"):
         source.read_into("model.nothing", torch.zeros(1))
     with pytest.raises(ModelLoadError, match=r"\[50, 8\] in the checkpoint.*\[8, 50\]"):
         source.read_into(EMBEDDING, torch.zeros(8, 50))
