@@ -41,7 +41,8 @@ _IGNORED_NAMES = """
     encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout id2label
     is_llama_config label2id length_penalty max_length max_new_tokens min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences
     output_attentions output_hidden_states output_scores pad_token_id prefix problem_type
     pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
     return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
@@ -53,6 +54,7 @@ IGNORED = frozenset(_IGNORED_NAMES.split())
 
 # Keys that would change the computation, with the values that leave it alone.
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    "activation": ("swiglu",),
     "add_cross_attention": (False,),
     "attn_logit_softcapping": (0, 0.0),
     "auto_map": (),

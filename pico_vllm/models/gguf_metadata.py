@@ -99,6 +99,9 @@ def hf_config_from_gguf(
     if keys.integer("expert_count", 0, low=0, high=_MAX):
         raise keys.refuse("expert_count", f"is {own['expert_count']}: mixtures are not supported")
     keys.integer("expert_used_count", 0, low=0, high=_MAX)
+    # Early converters wrote this; it names the row order of q and k that arch llama always has.
+    if keys.text("tensor_data_layout") not in (None, "Meta AI original pth"):
+        raise keys.refuse("tensor_data_layout", f"is {show(own['tensor_data_layout'])}: not known")
     for key, value in own.items():
         if key not in keys.used and key not in _IGNORED:
             raise keys.refuse(

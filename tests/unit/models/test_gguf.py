@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_gguf
 import torch
+from test_gguf_quants import random_blocks, reference
 from tiny_gguf import HEAD_DIM, HIDDEN, LAYERS, MLP, VOCAB, write_gguf
 
 from pico_vllm.config.model import ModelConfig
@@ -17,7 +18,7 @@ from pico_vllm.errors import ModelLoadError
 from pico_vllm.models.gguf import GGUFSource, hf_name
 from pico_vllm.models.gguf_file import STORAGE_OF_TYPE
 from pico_vllm.models.hub import resolve_model
-from pico_vllm.models.weights import check_names
+from pico_vllm.models.weights import TensorInfo, check_names
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -79,6 +80,24 @@ def test_codes_are_in_hugging_face_row_order(tmp_path: Path, storage: str) -> No
         assert np.array_equal(rebuilt, stored[Q_PROJ][rows or slice(None)])
     with pytest.raises(ModelLoadError, match="f32"):
         source.read_codes("model.norm.weight")
+
+
+@pytest.mark.parametrize("storage", ["q4_k", "q6_k"])
+def test_super_blocks(tmp_path: Path, storage: str) -> None:
+    """Q4_K and Q6_K tensors arrive dequantised; Q4_K also as codes, Q6_K not."""
+    raw = random_blocks(storage, rows=5, blocks=2)
+    write_gguf(tmp_path / "m.gguf", blocks={"blk.0.odd.weight": (storage, raw)})
+    source = GGUFSource(tmp_path / "m.gguf")
+    assert source.tensors["blk.0.odd.weight"] == TensorInfo((5, 512), storage)
+    out = torch.full((3, 512), torch.nan)
+    source.read_into("blk.0.odd.weight", out, slice(1, 4))
+    assert np.array_equal(out.numpy(), reference(storage, raw)[1:4])
+    if storage == "q6_k":
+        with pytest.raises(ModelLoadError, match="q6_k"):
+            source.read_codes("blk.0.odd.weight")
+    else:
+        codes = source.read_codes("blk.0.odd.weight")
+        assert codes.codes.shape == (5, 512) and codes.scale.shape == (5, 16)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
@@ -222,6 +241,7 @@ def test_other_divisors_are_refused(tmp_path: Path, kind: str) -> None:
         ({"expert_count": 8}, "expert_count"),
         ({"attention__clamp_kqv": 8.0}, "clamp_kqv"),
         ({"logit_scale": 0.5}, "logit_scale"),
+        ({"tensor_data_layout": "reference"}, "tensor_data_layout"),
         ({"rope__scaling__type": "longrope"}, "longrope"),
         ({"rope__scaling__attn_factor": 2.0, "rope__scaling__type": "yarn"}, "attn_factor"),
         ({"attention__layer_norm_rms_epsilon": float("nan")}, "epsilon"),

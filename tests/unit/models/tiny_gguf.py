@@ -102,9 +102,11 @@ def write_gguf(
     storage: str = "q8_0",
     changes: dict[str, object] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    blocks: dict[str, tuple[str, np.ndarray]] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Write the file, return its tensors as float32 under Hugging Face names. A None change drops a
-    key.
+    """Write the file, return its tensors as float32 under Hugging Face names.
+
+    A change to None drops the key. `blocks` are tensors that lie in the file as they are.
     """
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in (metadata(arch) | (changes or {})).items():
@@ -132,6 +134,8 @@ def write_gguf(
         writer.add_tensor(gguf_name(name), raw, raw_dtype=matrix_kind)
     for name, weight in (extra or {}).items():
         writer.add_tensor(name, weight)
+    for name, (block_storage, raw) in (blocks or {}).items():
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[block_storage.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
