@@ -20,7 +20,7 @@ from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.paged_decode import DecodePlan, paged_decode, plan_decode
 from pico_vllm.kernels.paged_prefill import paged_prefill
-from pico_vllm.kernels.store_kv import store_kv
+from pico_vllm.kernels.store_kv import plan_store, store_kv
 
 
 def allocate_pool(
@@ -37,9 +37,10 @@ def allocate_pool(
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # NumPy asks the system for zeroed pages, which take no memory before they are written;
-    # torch.zeros writes them.
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    # torch.zeros writes them all.
+    num_bytes = max(1, math.prod(shape)) * dtype.itemsize
+    pool = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype)
+    return pool[: math.prod(shape)].view(shape)
 
 
 class PagedKV:
@@ -92,6 +93,7 @@ class PagedStep:
         self._batch = batch
         self._scale = scale
         self._num_decodes = batch.num_decodes
+        self._store_plan = plan_store(batch.slot_mapping)
         self._decode_plan: DecodePlan | None = None
         if self._num_decodes:
             n = self._num_decodes
@@ -104,7 +106,7 @@ class PagedStep:
         [T, H, D]."""
         batch = self._batch
         k_BGSD, v_BGSD = self._pool[:, :, layer, 0], self._pool[:, :, layer, 1]
-        store_kv(k_TGD, v_TGD, k_BGSD, v_BGSD, batch.slot_mapping)
+        store_kv(k_TGD, v_TGD, k_BGSD, v_BGSD, self._store_plan)
         n = self._num_decodes
         if n == batch.num_tokens:
             return paged_decode(q_THD, k_BGSD, v_BGSD, self._decode_plan, scale=self._scale)

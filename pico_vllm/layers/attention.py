@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pico_vllm.layers.linear import Linear
 from pico_vllm.layers.norm import RMSNorm
-from pico_vllm.layers.rope import Rope
+from pico_vllm.layers.rope import apply_rope
 
 
 class KVStep(Protocol):
@@ -31,7 +31,6 @@ class Attention:
         *,
         qkv: Linear,
         o: Linear,
-        rope: Rope,
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
         num_heads: int,
@@ -41,7 +40,6 @@ class Attention:
         self.layer = layer
         self.qkv = qkv
         self.o = o
-        self.rope = rope
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.num_heads = num_heads
@@ -56,6 +54,6 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
         # Queries and keys turn by the same angles: one call for both.
-        qk_rot = self.rope.apply(qk, *cos_sin)
+        qk_rot = apply_rope(qk, *cos_sin)
         attended_THD = kv.attend(self.layer, qk_rot[:, :H], qk_rot[:, H:], v_TGD)
         return self.o(attended_THD.reshape(num_tokens, H * self.head_dim))

@@ -53,14 +53,13 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, index: int, rope: Rope, loader: WeightLoader) -> None:
+    def __init__(self, config: ModelConfig, index: int, loader: WeightLoader) -> None:
         name, eps = f"model.layers.{index}", config.rms_norm_eps
         self.input_norm = RMSNorm(loader.vector(f"{name}.input_layernorm.weight"), eps)
         self.attention = Attention(
             index,
             qkv=loader.linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv")),
             o=loader.linear(f"{name}.self_attn.o_proj"),
-            rope=rope,
             q_norm=RMSNorm(loader.vector(f"{name}.self_attn.q_norm.weight"), eps)
             if config.qk_norm
             else None,
@@ -81,18 +80,16 @@ class DecoderLayer:
 
     def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KVStep) -> Tensor:
         h_TE = x_TE + self.attention.forward(self.input_norm(x_TE), cos_sin, kv)
-        return h_TE + self.mlp(self.post_attention_norm(h_TE))
+        return h_TE + self.mlp.forward(self.post_attention_norm(h_TE))
 
 
 class LlamaForCausalLM:
     def __init__(self, config: ModelConfig, loader: WeightLoader, max_model_len: int) -> None:
         """Takes every parameter from the loader, which has checked their names and shapes."""
         self.vocab_size = config.vocab_size
-        self.rope = Rope(config.rope, config.head_dim, max_model_len, loader.dtype, loader.device)
+        self.rope = Rope(config.rope, config.head_dim, max_model_len, loader.device)
         self.embed = loader.embedding("model.embed_tokens.weight")
-        self.layers = [
-            DecoderLayer(config, index, self.rope, loader) for index in range(config.num_layers)
-        ]
+        self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
         self.norm = RMSNorm(loader.vector("model.norm.weight"), config.rms_norm_eps)
         self.head = (
             loader.tied_head(self.embed) if config.tie_word_embeddings else loader.linear("lm_head")
@@ -101,7 +98,7 @@ class LlamaForCausalLM:
     def forward(self, batch: ForwardBatch, kv: KVStep) -> Tensor:
         """Hidden states [T, E] after the last norm."""
         x_TE = self.embed(batch.token_ids)
-        cos_sin = self.rope.gather(batch.positions)
+        cos_sin = self.rope.gather(batch.positions, x_TE.dtype)
         for layer in self.layers:
             x_TE = layer.forward(x_TE, cos_sin, kv)
         return self.norm(x_TE)

@@ -102,7 +102,7 @@ class WeightLoader:
         ):
             weight = self._int4(names)
         elif self._keeps_packed and storages <= FOUR_BIT | EIGHT_BIT and Int8Weight.fits(shape):
-            weight = Int8Weight.pack(shape, lambda rows: self._read_rows(names, rows))
+            weight = Int8Weight.from_rows(shape, lambda rows: self._read_rows(names, rows))
         else:
             weight = self._dense(names, shape, is_embedding=is_embedding)
         self._progress(len(names))
