@@ -1,16 +1,19 @@
 """Every exception that a user can meet, and what it tells them.
 
-    PicoError                     code and param, as the error body of an OpenAI-style reply carries them
-    ├── InvalidRequestError       the caller can fix it: one request is refused, nothing else is touched
+    PicoError                     code and param, as the body of an OpenAI-style error carries them
+    ├── InvalidRequestError       the caller can fix it: one request is refused, no other touched
     │   ├── ContextLengthError    prompt, or prompt + max_tokens, does not fit the window
     │   ├── EmptyPromptError      no token to start from
     │   ├── TokenOutOfRangeError  an id that the tokenizer does not know
     │   └── ChatTemplateError     the template refused the messages, or ran out of its limits
     ├── ConfigError               an engine setting that cannot be used
-    ├── ModelLoadError            weights, config.json or tokenizer missing, damaged or not supported
-    └── StepFailedError           our fault: a step failed; only the requests of that step are lost
+    └── ModelLoadError            weights, config.json or tokenizer missing, damaged or unsupported
 
-A message names the value, the limit and the way out. It never carries a traceback, and never another user's text.
+A step that fails is our fault and no exception for the caller: the requests in it end with finish
+reason "error", all others go on.
+
+A message names the value, the limit and the way out. It never carries a traceback, and never
+another user's text.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from __future__ import annotations
 class PicoError(Exception):
     """Base of all errors raised on purpose.
 
-    `code` is a stable machine-readable word, `param` the argument at fault (None where there is no single one),
-    `status` the HTTP status a server answers with.
+    `code` is a stable machine-readable word, `param` the argument at fault (None where there is no
+    single one), `status` the HTTP status a server answers with.
     """
 
     code = "internal_error"
@@ -62,9 +65,4 @@ class ConfigError(PicoError):
 
 class ModelLoadError(PicoError):
     code = "model_load_failed"
-    status = 500
-
-
-class StepFailedError(PicoError):
-    code = "step_failed"
     status = 500

@@ -1,7 +1,8 @@
 """SamplingParams: how one request chooses its tokens and when it ends.
 
-Checked where it is made: an object that exists is valid on its own. What depends on the model (ids in range, window,
-limit on `n`) is checked when the request is added. Names and meanings are those vLLM users know.
+Checked where it is made: an object that exists is valid on its own. What depends on the model (ids
+in range, window, limit on `n`) is checked when the request is added. Names and meanings are those
+vLLM users know.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower min_tokens",
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower "
+                "min_tokens",
                 param="min_tokens",
             )
         _check_float("temperature", self.temperature, 0.0, 2.0)
@@ -144,7 +146,8 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, (list, tuple)) or len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
-            f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings, not {_show(stop)}",
+            f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings, not "
+            f"{_show(stop)}",
             param="stop",
         )
     for text in strings:
@@ -193,7 +196,8 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not -100.0 <= value <= 100.0:
             raise InvalidRequestError(
-                f"logit_bias of token {token_id} must be a number in [-100, 100], not {_show(value)}",
+                f"logit_bias of token {token_id} must be a number in [-100, 100], not "
+                f"{_show(value)}",
                 param="logit_bias",
             )
         checked[token_id] = float(value)

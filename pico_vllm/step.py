@@ -63,8 +63,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one token: the token itself first, then the most likely ones in order.
-    """
+    """Log-probabilities of one token: the token itself first, then the most likely ones in
+    order."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -1,11 +1,12 @@
 """BlockManager: which KV block lies where, and how many hold it. Host only; it decides nothing.
 
-A block has a logical id for life. It lies on the device or on the host, at a physical id of that pool; requests compute
-on device blocks only. Physical device id 0 is the null block, which takes padding and is never given to anybody.
+A block has a logical id for life. It lies on the device or on the host, at a physical id of that
+pool; requests compute on device blocks only. Physical device id 0 is the null block, which takes
+padding and is never given to anybody.
 
-Owner of: ref_count, residency and physical id of every block, and both free lists.
-Invariant (`check_invariants`): each physical id is free or belongs to exactly one live block; live blocks have
-ref_count >= 1; free + live = size, in both pools.
+Owner of: ref_count, residency and physical id of every block, and both free lists. Invariant
+(`check_invariants`): each physical id is free or belongs to exactly one live block; live blocks
+have ref_count >= 1; free + live = size, in both pools.
 """
 
 from __future__ import annotations

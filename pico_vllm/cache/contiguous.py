@@ -3,7 +3,8 @@ easy to read.
 
 Paged attention must give the same tokens as these.
 
-    H query heads, G KV heads, D head dim, L layers, T tokens this step; Q and K tokens of one request
+    H query heads, G KV heads, D head dim, L layers, T tokens this step; Q and K tokens of one
+    request
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """PagedKV: the KV pool of one rank, and attention over it.
 
-    B blocks in pool, G KV heads, L layers, S block_size, D head dim, H query heads, T tokens this step
+    B blocks in pool, G KV heads, L layers, S block_size, D head dim, H query heads, T tokens this
+    step
 
-The pool is one tensor kv_pool[B, G, L, 2, S, D]: a block is one contiguous piece, and so is any range of its heads.
-Block 0 is the null block.
+The pool is one tensor kv_pool[B, G, L, 2, S, D]: a block is one contiguous piece, and so is any
+range of its heads. Block 0 is the null block.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""EngineConfig: every setting of one engine, checked when made, "auto" settled once by `resolve`.
-"""
+"""EngineConfig: every setting of one engine, checked when made, "auto" settled once by
+`resolve`."""
 
 from __future__ import annotations
 
@@ -92,8 +92,10 @@ class EngineConfig:
                 self._check_count(name, 1, 1 << 31)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
-                "a step could not take one token of each running request; raise the first or lower the second",
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs "
+                f"{self.max_num_seqs}: "
+                "a step could not take one token of each running request; raise the first or "
+                "lower the second",
                 param="max_num_batched_tokens",
             )
         utilization = self.gpu_memory_utilization
@@ -126,7 +128,8 @@ class EngineConfig:
         """Settle everything "auto" but the number of blocks, which depends on free memory.
 
         Raises:
-            ConfigError: the window asked for is longer than the model's, or a sliding window would cut it.
+            ConfigError: the window asked for is longer than the model's, or a sliding window would
+            cut it.
         """
         dtype = _DTYPES.get(self.dtype, "bfloat16" if has_fast_bf16 else "float32")
         weight_format = self.weight_format
@@ -137,21 +140,24 @@ class EngineConfig:
             weight_format = "fp32" if dtype == "float32" else "bf16"
         if weight_format == "bf16" and dtype == "float16":
             raise ConfigError(
-                "weight_format bf16 needs dtype bfloat16 or float32, not float16; use weight_format keep",
+                "weight_format bf16 needs dtype bfloat16 or float32, not float16; use "
+                "weight_format keep",
                 param="weight_format",
             )
         window = model.max_model_len_default
         max_model_len = window if self.max_model_len is None else self.max_model_len
         if max_model_len > window:
             raise ConfigError(
-                f"max_model_len {max_model_len} is longer than the model's window of {window} tokens; lower it",
+                f"max_model_len {max_model_len} is longer than the model's window of {window} "
+                "tokens; lower it",
                 param="max_model_len",
             )
         if model.sliding_window is not None and max_model_len > model.sliding_window:
             if self.max_model_len is not None:
                 raise ConfigError(
                     f"max_model_len {max_model_len} is longer than the model's sliding window of "
-                    f"{model.sliding_window} tokens, which is not supported; pass max_model_len={model.sliding_window} "
+                    f"{model.sliding_window} tokens, which is not supported; pass "
+                    f"max_model_len={model.sliding_window} "
                     "or less, where the window changes nothing",
                     param="max_model_len",
                 )
@@ -160,7 +166,8 @@ class EngineConfig:
         if model.rope.kind == "dynamic" and original is not None and max_model_len > original:
             if self.max_model_len is not None:
                 raise ConfigError(
-                    f"max_model_len {max_model_len} is beyond the original {original} tokens of a model with dynamic "
+                    f"max_model_len {max_model_len} is beyond the original {original} tokens of a "
+                    "model with dynamic "
                     "RoPE, where its answers depend on how they are computed; pass "
                     f"max_model_len={original} or less",
                     param="max_model_len",

@@ -1,8 +1,8 @@
 """BatchBuilder: from a StepPlan to a ForwardBatch, through NumPy tables with one row a running
 request.
 
-Owner of each row's token ids and block table. They change only by what a step adds: rows and blocks named in the plan,
-and the token that the step itself sampled.
+Owner of each row's token ids and block table. They change only by what a step adds: rows and blocks
+named in the plan, and the token that the step itself sampled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Engine: requests of token ids in, StepEvents out. It has never seen a string.
 
-plan = scheduler.schedule(); pending = runner.launch(plan); events = scheduler.commit(plan, pending.result())
+plan = scheduler.schedule(); pending = runner.launch(plan); events = scheduler.commit(plan,
+pending.result())
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Engine:
         """Refuse a request that could not run; otherwise return how many tokens it may generate.
 
         Raises:
-            EmptyPromptError, TokenOutOfRangeError, ContextLengthError, InvalidRequestError: nothing was changed.
+            EmptyPromptError, TokenOutOfRangeError, ContextLengthError, InvalidRequestError: nothing
+            was changed.
         """
         num_prompt_tokens = len(prompt_token_ids)
         if num_prompt_tokens == 0:
@@ -58,27 +60,32 @@ class Engine:
         # A prompt far too long is refused before its tokens are looked at one by one.
         if num_prompt_tokens >= self.max_model_len:
             raise ContextLengthError(
-                f"the prompt has {num_prompt_tokens} tokens and the window holds {self.max_model_len}, "
+                f"the prompt has {num_prompt_tokens} tokens and the window holds "
+                f"{self.max_model_len}, "
                 "one of them for the answer; shorten the prompt",
                 param="prompt",
             )
         for index, token_id in enumerate(prompt_token_ids):
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise TokenOutOfRangeError(
-                    f"prompt token {index} is {str(token_id)[:40]}; ids are whole numbers from 0 to "
+                    f"prompt token {index} is {str(token_id)[:40]}; ids are whole numbers from 0 "
+                    "to "
                     f"{self.vocab_size - 1}",
                     param="prompt",
                 )
         room = self.max_model_len - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:
             raise ContextLengthError(
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, together more than "
-                f"the window of {self.max_model_len}; shorten the prompt or ask for at most {room} tokens",
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
+                f"{params.max_tokens}, together more than "
+                f"the window of {self.max_model_len}; shorten the prompt or ask for at most "
+                f"{room} tokens",
                 param="max_tokens",
             )
         if params.min_tokens > room:
             raise InvalidRequestError(
-                f"min_tokens is {params.min_tokens} but the window leaves {room} tokens; lower min_tokens",
+                f"min_tokens is {params.min_tokens} but the window leaves {room} tokens; lower "
+                "min_tokens",
                 param="min_tokens",
             )
         max_n = self.config.max_num_seqs
@@ -128,8 +135,8 @@ class Engine:
         return self._scheduler.has_work()
 
     def step(self) -> StepEvents:
-        """Compute one step. If it raises, only the requests in it end, with finish reason `error`.
-        """
+        """Compute one step. If it raises, only the requests in it end, with finish reason
+        `error`."""
         plan = self._scheduler.schedule()
         if plan is None:
             return StepEvents()

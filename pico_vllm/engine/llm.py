@@ -84,7 +84,8 @@ class LLM:
         """Raises InvalidRequestError for a model that was loaded without one."""
         if self._tokenizer is None:
             raise InvalidRequestError(
-                f"{self.config.model} was loaded without a tokenizer; give prompts as lists of token ids",
+                f"{self.config.model} was loaded without a tokenizer; give prompts as lists of "
+                "token ids",
                 param="prompt",
             )
         return self._tokenizer
@@ -99,7 +100,8 @@ class LLM:
         """Answer prompts, in their order. A str or a list of ids is one prompt; a list of those is
         several.
 
-        params: one for all, or one each; None is SamplingParams(). on_finish is called as each prompt is done.
+        params: one for all, or one each; None is SamplingParams(). on_finish is called as each
+        prompt is done.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be used; nothing was started.
@@ -252,7 +254,8 @@ def _as_prompts(prompts: object) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise InvalidRequestError(
-            f"prompts must be a string, a list of token ids, or a list of either, not {type(prompts).__name__}",
+            "prompts must be a string, a list of token ids, or a list of either, not "
+            f"{type(prompts).__name__}",
             param="prompt",
         )
     if prompts and not any(isinstance(each, (str, list, tuple)) for each in prompts):

@@ -76,8 +76,8 @@ def load_model(
 def open_model(
     files: ModelFiles, config: EngineConfig
 ) -> tuple[ModelConfig, WeightSource, Tokenizer | None]:
-    """Read and check configuration, names of the weights and tokenizer, before any weight is read.
-    """
+    """Read and check configuration, names of the weights and tokenizer, before any weight is
+    read."""
     source: WeightSource
     tokenizer = None
     if files.kind == "gguf":
@@ -90,7 +90,8 @@ def open_model(
         if has_tokenizer or config.load_format != "dummy":
             if files.kind == "config":
                 raise ModelLoadError(
-                    f"{config.model} is a configuration without weights; pass load_format='dummy' to run it with "
+                    f"{config.model} is a configuration without weights; pass load_format='dummy' "
+                    "to run it with "
                     "random ones",
                     param="load_format",
                 )
@@ -106,7 +107,8 @@ def open_model(
     check_names(parameter_shapes(model_config), source, tied=model_config.tie_word_embeddings)
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         raise ModelLoadError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens but the model only {model_config.vocab_size} rows in its "
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the model only "
+            f"{model_config.vocab_size} rows in its "
             "head: the tokenizer does not belong to these weights",
             param="tokenizer",
         )
@@ -125,14 +127,16 @@ def settle_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device {name} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu, or install a "
+            f"device {name} was asked for, but torch {torch.__version__} sees no GPU; use "
+            "--device cpu, or install a "
             "driver and a CUDA build of torch",
             param="device",
         )
     index = int(name.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"device {name} was asked for, but there are {torch.cuda.device_count()} GPUs, numbered from 0",
+            f"device {name} was asked for, but there are {torch.cuda.device_count()} GPUs, "
+            "numbered from 0",
             param="device",
         )
     return torch.device("cuda", index)
@@ -193,14 +197,16 @@ def settle_kv_blocks(
         num_blocks = min(free_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
         if num_blocks < 1:
             raise ConfigError(
-                f"{max(0, free_bytes) / 2**20:.0f} MiB are free for the KV cache and a block of {config.block_size} "
+                f"{max(0, free_bytes) / 2**20:.0f} MiB are free for the KV cache and a block of "
+                f"{config.block_size} "
                 f"tokens takes {block_bytes / 2**20:.2f} MiB; free memory, or pass num_kv_blocks",
                 param="num_kv_blocks",
             )
     max_model_len = min(config.max_model_len, num_blocks * config.block_size)
     if max_model_len < config.max_model_len:
         logger.warning(
-            "the KV pool of %d blocks of %d tokens holds %d tokens: the window shrinks from %d to that",
+            "the KV pool of %d blocks of %d tokens holds %d tokens: the window shrinks from %d "
+            "to that",
             num_blocks, config.block_size, max_model_len, config.max_model_len,
         )  # fmt: skip
     return replace(config, num_kv_blocks=num_blocks, max_model_len=max_model_len)

@@ -1,6 +1,7 @@
 """ModelRunner: executes a StepPlan on one device. build batch -> forward -> head -> sample.
 
-`launch` returns a pending result so that a device that works on its own can run ahead; on the CPU it is done already.
+`launch` returns a pending result so that a device that works on its own can run ahead; on the CPU
+it is done already.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """WeightLoader: from a weight source to layers, in the format that was asked for. One tensor at a
 time.
 
-Parts of a fused linear share one format, the widest of their own: if one part is not stored in 4 bits the whole is
-held in 8, if one part is in no packed form the whole is dense.
+Parts of a fused linear share one format, the widest of their own: if one part is not stored in 4
+bits the whole is held in 8, if one part is in no packed form the whole is dense.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class WeightLoader:
         return out
 
     def linear(self, *names: str) -> Linear:
-        """One linear from the rows of one or more projections, with their biases if they have any."""
+        """One linear from the rows of one or more projections, with their biases if they have
+        any."""
         weight_names = [f"{name}.weight" for name in names]
         bias_names = [f"{name}.bias" for name in names if f"{name}.bias" in self._source.tensors]
         assert len(bias_names) in (0, len(names)), bias_names

@@ -1,8 +1,9 @@
 """Counter-based random numbers: the noise of a token depends on the request's seed and place alone.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), with the key = the 64-bit seed and
-the counter = (token_id // 4, position, sample_index, 0); the four outputs of one counter serve four neighbouring ids.
-Neither batch mates nor steps enter, so a request draws the same noise alone, in a batch, or after a preemption.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), with the key =
+the 64-bit seed and the counter = (token_id // 4, position, sample_index, 0); the four outputs of
+one counter serve four neighbouring ids. Neither batch mates nor steps enter, so a request draws the
+same noise alone, in a batch, or after a preemption.
 
     R requests, V vocabulary
 """

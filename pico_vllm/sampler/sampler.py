@@ -2,8 +2,8 @@
 
     N rows of logits this step, V rows of the head, rows of the batch state in the order of the step
 
-Order: vocabulary mask, logit bias, penalties, min_tokens mask, temperature, top-k, top-p, min-p, sample.
-Log-probabilities are those of the model: after the vocabulary mask, before everything else.
+Order: vocabulary mask, logit bias, penalties, min_tokens mask, temperature, top-k, top-p, min-p,
+sample. Log-probabilities are those of the model: after the vocabulary mask, before everything else.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Sampler:
         """One token id a row (BAD_LOGITS where the logits are not numbers), and log-probabilities
         where asked.
 
-        logits_NV is fp32 and is changed. positions: place in its request of the token that is chosen.
+        logits_NV is fp32 and is changed. positions: place in its request of the token that is
+        chosen.
         """
         logits_NV = logits_NV[:, : self.vocab_size]
         asked = np.flatnonzero(self._num_logprobs[rows] >= 0)

@@ -1,14 +1,17 @@
 """Scheduler: which requests compute how many tokens in the next step. Host only, knows no tensor
 and no string.
 
-`schedule` makes a StepPlan: decode rows first, then prompt chunks in order of arrival, under a token budget; then new
-requests, as long as a row and their blocks are free. `commit` is the only place where a request grows or ends.
+`schedule` makes a StepPlan: decode rows first, then prompt chunks in order of arrival, under a
+token budget; then new requests, as long as a row and their blocks are free. `commit` is the only
+place where a request grows or ends.
 
-Admission reserves the blocks of prompt + max_tokens, so a running request always finds its next block; blocks are
-taken from the pool only when they are first written. First come, first served: nobody overtakes the head of the line.
+Admission reserves the blocks of prompt + max_tokens, so a running request always finds its next
+block; blocks are taken from the pool only when they are first written. First come, first served:
+nobody overtakes the head of the line.
 
-Invariant (`check_invariants`): every running request holds exactly ceil(tokens with KV / block_size) blocks, each
-block is held once, rows are unique, and the sum of reservations fits the pool.
+Invariant (`check_invariants`): every running request holds exactly ceil(tokens with KV /
+block_size) blocks, each block is held once, rows are unique, and the sum of reservations fits the
+pool.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         keeps_kv: bool = True,
     ) -> None:
-        """keeps_kv False computes every sequence from its first token in each step (`--kv none`).
-        """
+        """keeps_kv False computes every sequence from its first token in each step (`--kv
+        none`)."""
         self._blocks = blocks
         self._block_size = block_size
         self._budget_tokens = max_num_batched_tokens
