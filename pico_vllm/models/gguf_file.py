@@ -213,6 +213,8 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GGUFTensor]:
             "Use a Q4_0, Q4_1, Q8_0 or F16 file of the model"
         )
     block_columns, block_bytes = BLOCKS[storage]
+    if block_columns > 1 and num_dims == 1:
+        raise cursor.fail(f"tensor {name[:80]!r}: a vector of {storage} blocks is not supported")
     if dims[0] % block_columns:
         raise cursor.fail(f"tensor {name[:80]!r}: rows of {dims[0]} are not whole {storage} blocks")
     if offset % alignment:

@@ -7,6 +7,7 @@ owns: the destination decides dtype and device, and no second copy of a large te
 from __future__ import annotations
 
 import logging
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 """Plain storage types. The others are blocks of codes: q8_0, q4_0, q4_1, q4_k, q6_k."""
+
+# A plain file name: an index must not make us open files elsewhere.
+_SHARD_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors", re.ASCII)
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -192,9 +196,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(shard_of, dict) or not shard_of:
         raise ModelLoadError(f"{path}: weight_map must be an object that names the shards")
     for shard in shard_of.values():
-        # A plain file name: an index must not make us open files elsewhere.
-        is_plain = isinstance(shard, str) and shard.endswith(".safetensors") and len(shard) < 256
-        if not is_plain or "/" in shard or "\\" in shard or "\0" in shard:
+        if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
             raise ModelLoadError(
                 f"{path}: {show(shard)} must be the name of a .safetensors file beside it"
             )

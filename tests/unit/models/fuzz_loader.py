@@ -1,8 +1,7 @@
-"""Mutated checkpoints through the loader, in this process: run as `fuzz_loader.py FOLDER COUNT
-SEED`.
+"""Mutated checkpoints through the loader: run as `fuzz_loader.py FOLDER COUNT SEED`.
 
 The process limits its own memory. It prints one JSON line: outcomes by format, the slowest file in
-seconds, the memory that the fuzzing added in MiB, and the first files that did neither load nor
+CPU seconds, the memory that the fuzzing added in MiB, and the first files that did neither load nor
 raise ModelLoadError.
 """
 
@@ -225,7 +224,7 @@ def main(folder: Path, count: int, seed: int) -> dict[str, object]:
         original = path.read_bytes()
         data = mutate(original, rng)
         path.write_bytes(data)
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             load(folder / subfolder)
             outcomes[target]["ok"] += 1
@@ -237,7 +236,7 @@ def main(folder: Path, count: int, seed: int) -> dict[str, object]:
         except BaseException:
             wrong.append(f"{target} {number}: {traceback.format_exc()[-1500:]}")
             (folder / f"wrong-{number}-{file_name}").write_bytes(data)
-        slowest = max(slowest, time.perf_counter() - start)
+        slowest = max(slowest, time.process_time() - start)
         path.write_bytes(original)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {

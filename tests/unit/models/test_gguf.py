@@ -323,8 +323,9 @@ HOSTILE = {
     "product wraps": (Raw(tensors=1).tensor(b"a", [2**33, 2**31]).pad(PAD), "truncated"),
     "product wraps to 0": (Raw(tensors=1).tensor(b"a", [2**62, 4, 4]).pad(PAD), "truncated"),
     "type Q2_K": (Raw(tensors=1).tensor(b"a", [256], kind=10).pad(PAD), "Q2_K.*Q4_0, Q4_1"),
-    "type 4 was removed": (Raw(tensors=1).tensor(b"a", [32], kind=4).pad(PAD), "type 4"),
-    "half a block": (Raw(tensors=1).tensor(b"a", [33], kind=2).pad(PAD), "whole q4_0 blocks"),
+    "type 4 was removed": (Raw(tensors=1).tensor(b"a", [32, 1], kind=4).pad(PAD), "type 4"),
+    "vector of blocks": (Raw(tensors=1).tensor(b"a", [64], kind=2).pad(PAD), "vector of q4_0"),
+    "half a block": (Raw(tensors=1).tensor(b"a", [33, 1], kind=2).pad(PAD), "whole q4_0 blocks"),
     "offset past the end": (
         Raw(tensors=1).tensor(b"a", [4], offset=2**63).pad(PAD),
         "truncated",

@@ -174,6 +174,8 @@ def test_index_and_shards_must_agree(tmp_path: Path) -> None:
         3,
         None,
         "a\0.safetensors",
+        "é" * 240 + ".safetensors",
+        "m\x7f.safetensors",
     ],
 )
 def test_index_names_plain_files_only(tmp_path: Path, shard: object) -> None:
