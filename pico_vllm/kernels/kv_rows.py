@@ -1,41 +1,68 @@
-"""One layer of the KV pool as a plain matrix of rows, one row per (block, KV head, slot).
+"""One layer of the KV pool as a plain matrix of rows: one row per (block, KV head, K or V, slot).
 
-    B blocks in pool, G KV heads, S block_size, D head dim
+    B blocks in pool, G KV heads, L layers, S block_size, D head dim
 
-The pool is [B, G, L, 2, S, D], so the layer's k_BGSD has holes between heads. Counted from its
-first element every D elements are a row, holes included; the same row numbers serve v_BGSD and all
-layers. On the CPU index_select and index_copy_ on this matrix run at memory speed, for blocks in any
-order and to the exact token.
+The pool is [B, G, L, 2, S, D], so a layer has holes between its heads. Counted from the layer's
+first element every D elements are a row, holes included, and the same row numbers serve all layers.
+On the CPU index_select and index_copy_ on this matrix run at memory speed, for blocks in any order
+and to the exact token, with one call for K and V: a step computes its row numbers once.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def as_rows(x_BGSD: Tensor) -> Tensor:
-    """[rows, D] view of the memory from the first element of x_BGSD to its last."""
-    num_blocks, num_heads, block_size, head_dim = x_BGSD.shape
-    block_rows, head_rows = _row_strides(x_BGSD)
-    num_rows = (num_blocks - 1) * block_rows + (num_heads - 1) * head_rows + block_size
-    return x_BGSD.as_strided((num_rows, head_dim), (head_dim, 1))
+@dataclass(frozen=True, slots=True)
+class KVRows:
+    """How (block, head, K or V, slot) become rows; the same for all layers of a pool."""
 
+    shape: tuple[int, int]
+    """Rows from a layer's first element to its last, and D."""
+    block_size: int
+    num_heads: int
+    block_stride: int
+    head_stride: int
+    v_offset: int
+    """Rows from an element of K to the same of V."""
 
-def row_ids(slots: Tensor, x_BGSD: Tensor) -> Tensor:
-    """Rows of these slots (block_id * S + offset) for each head: [G, *slots.shape] int64."""
-    num_heads, block_size = x_BGSD.shape[1:3]
-    block_rows, head_rows = _row_strides(x_BGSD)
-    rows = slots // block_size * block_rows + slots % block_size
-    heads = torch.arange(num_heads).view(-1, *[1] * slots.dim())
-    return rows + heads * head_rows
+    @classmethod
+    def of(cls, k_BGSD: Tensor, v_BGSD: Tensor) -> KVRows:
+        num_blocks, num_heads, block_size, head_dim = k_BGSD.shape
+        block_stride, head_stride, slot_stride, element_stride = k_BGSD.stride()
+        v_offset = v_BGSD.storage_offset() - k_BGSD.storage_offset()
+        is_layer_of_pool = (
+            v_BGSD.shape == k_BGSD.shape
+            and v_BGSD.stride() == k_BGSD.stride()
+            and v_BGSD.untyped_storage().data_ptr() == k_BGSD.untyped_storage().data_ptr()
+            and v_offset >= 0
+            and (slot_stride, element_stride) == (head_dim, 1)
+            and not any(x % head_dim for x in (block_stride, head_stride, v_offset))
+        )
+        if not is_layer_of_pool:
+            raise ValueError(
+                f"k {tuple(k_BGSD.shape)} {k_BGSD.stride()} and v {tuple(v_BGSD.shape)} "
+                f"{v_BGSD.stride()} are not K and V of one layer of a pool [B, G, L, 2, S, D]"
+            )
+        last = (num_blocks - 1) * block_stride + (num_heads - 1) * head_stride + v_offset
+        return cls(
+            shape=(last // head_dim + block_size, head_dim),
+            block_size=block_size,
+            num_heads=num_heads,
+            block_stride=block_stride // head_dim,
+            head_stride=head_stride // head_dim,
+            v_offset=v_offset // head_dim,
+        )
 
+    def matrix(self, k_BGSD: Tensor) -> Tensor:
+        """[rows, D] view of the layer."""
+        return k_BGSD.as_strided(self.shape, (self.shape[1], 1))
 
-def _row_strides(x_BGSD: Tensor) -> tuple[int, int]:
-    """Rows from one block to the next, and from one head to the next."""
-    head_dim = x_BGSD.shape[3]
-    block_stride, head_stride, slot_stride, element_stride = x_BGSD.stride()
-    is_rows = (slot_stride, element_stride) == (head_dim, 1)
-    if not is_rows or block_stride % head_dim or head_stride % head_dim:
-        raise ValueError(f"not a layer of a KV pool: {tuple(x_BGSD.shape)}, {x_BGSD.stride()}")
-    return block_stride // head_dim, head_stride // head_dim
+    def of_slots(self, slots: Tensor) -> Tensor:
+        """[2, *slots.shape, G] int64: K's rows, then V's, of slots block_id * S + offset."""
+        rows = slots // self.block_size * self.block_stride + slots % self.block_size
+        k_rows = rows.unsqueeze(-1) + torch.arange(self.num_heads) * self.head_stride
+        return torch.stack((k_rows, k_rows + self.v_offset))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pico_vllm.kernels.kv_rows import as_rows, row_ids
+from pico_vllm.kernels.kv_rows import KVRows
 
 SPLIT_TOKENS = 600
 """A second call of attention costs as much as this many padded tokens: 60 us, 0.1 us a token."""
@@ -56,18 +56,33 @@ class DecodeGroup:
     """[r] int64, rows of q; None where the group is the whole batch in its order."""
     slots: Tensor
     """[r, N] int64; past a request's end its first slot again, which holds numbers of its own."""
-    mask: Tensor | None
-    """[r, 1, 1, N] bool, True at real tokens; None without padding."""
+    is_real: Tensor | None
+    """[r, N] bool; None without padding."""
     rows: Tensor | None = None
-    """[r * G * N] int64, see kv_rows; made at the first layer, which brings the strides."""
+    """[2 * r * G * N] int64, see kv_rows."""
+    mask: Tensor | None = None
+    """[r * G, 1, 1, N] in q's dtype, added to the scores."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodePlan:
     """Which KV a decode batch reads, the same in every layer."""
 
     num_requests: int
     groups: list[DecodeGroup] = field(default_factory=list)
+    kv_rows: KVRows | None = None
+    """Made at the first layer, which brings strides and dtype, with the groups' rows and masks."""
+
+    def bind(self, k_BGSD: Tensor, v_BGSD: Tensor) -> KVRows:
+        self.kv_rows = kv_rows = KVRows.of(k_BGSD, v_BGSD)
+        for group in self.groups:
+            rows_2rNG = kv_rows.of_slots(group.slots)
+            group.rows = rows_2rNG.transpose(2, 3).flatten()
+            if group.is_real is not None:
+                hides = torch.zeros(group.is_real.shape, dtype=k_BGSD.dtype)
+                hides.masked_fill_(~group.is_real, float("-inf"))
+                group.mask = hides.repeat_interleave(kv_rows.num_heads, 0)[:, None, None]
+        return kv_rows
 
 
 def plan_decode(
@@ -108,7 +123,7 @@ def _group(
     return DecodeGroup(
         requests=None if len(members) == num_requests else torch.from_numpy(members),
         slots=torch.from_numpy(blocks * block_size + positions % block_size),
-        mask=None if is_real.all() else torch.from_numpy(is_real)[:, None, None],
+        is_real=None if is_real.all() else torch.from_numpy(is_real),
     )
 
 
@@ -119,55 +134,46 @@ def paged_decode(
 
     Shapes:
         q_RHD          bf16, fp16 or fp32; strides free
-        k/v_BGSD       one layer of the pool, dtype of q
+        k/v_BGSD       K and V of one layer of the pool, dtype of q
         plan           plan_decode of the block table and lengths; lengths count the new token
         returns        [R, H, D], dtype of q; softmax and sums in fp32
 
     Raises:
-        ValueError: H is not a multiple of G, or k_BGSD or v_BGSD is not a layer of a pool.
+        ValueError: H is not a multiple of G, or k_BGSD and v_BGSD are not a layer of a pool.
 
     Not checked: block ids in range. A row with seq_len 0 gives zeros; slots past a request's end
     are never read. Same answer as paged_decode_reference.
     """
-    num_heads, num_kv_heads = q_RHD.shape[1], k_BGSD.shape[1]
-    if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    k_rows, v_rows = as_rows(k_BGSD), as_rows(v_BGSD)
-    out_RHD: Tensor | None = None
+    kv_rows = plan.kv_rows or plan.bind(k_BGSD, v_BGSD)
+    if q_RHD.shape[1] % kv_rows.num_heads:
+        raise ValueError(
+            f"{q_RHD.shape[1]} query heads are not a multiple of {kv_rows.num_heads} KV heads"
+        )
+    matrix = kv_rows.matrix(k_BGSD)
+    if len(plan.groups) == 1 and plan.groups[0].requests is None:
+        return _attend(q_RHD, matrix, plan.groups[0], kv_rows.num_heads, scale)
+    out_RHD = torch.zeros(q_RHD.shape, dtype=q_RHD.dtype)
     for group in plan.groups:
-        if group.rows is None:
-            group.rows = row_ids(group.slots, k_BGSD).transpose(0, 1).flatten()
-        if group.requests is None:
-            return _attend(q_RHD, k_rows, v_rows, group, num_kv_heads, scale)
-        if out_RHD is None:
-            out_RHD = torch.zeros(q_RHD.shape, dtype=q_RHD.dtype)
         q_rHD = q_RHD.index_select(0, group.requests)
-        attended_rHD = _attend(q_rHD, k_rows, v_rows, group, num_kv_heads, scale)
+        attended_rHD = _attend(q_rHD, matrix, group, kv_rows.num_heads, scale)
         out_RHD.index_copy_(0, group.requests, attended_rHD)
-    return torch.zeros(q_RHD.shape, dtype=q_RHD.dtype) if out_RHD is None else out_RHD
+    return out_RHD
 
 
 def _attend(
-    q_rHD: Tensor,
-    k_rows: Tensor,
-    v_rows: Tensor,
-    group: DecodeGroup,
-    num_kv_heads: int,
-    scale: float,
+    q_rHD: Tensor, matrix: Tensor, group: DecodeGroup, num_kv_heads: int, scale: float
 ) -> Tensor:
-    """The query heads of one KV head are attention's rows: no KV head is copied for its group.
+    """One attention for r * G (request, KV head) pairs; their query heads are attention's queries.
 
     Gathering first is not a detour: attention straight on the pool's blocks, one block a batch
     entry, took 112 us at 512 tokens, gathering (17 us) and attending (40 us) half of that.
     """
-    assert group.rows is not None
-    num_requests, num_tokens = group.slots.shape
-    num_heads, head_dim = q_rHD.shape[1:]
-    shape = (num_requests, num_kv_heads, num_tokens, head_dim)
-    k_rGND = k_rows.index_select(0, group.rows).view(shape)
-    v_rGND = v_rows.index_select(0, group.rows).view(shape)
-    q_rGhD = q_rHD.reshape(num_requests, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out_rGhD = functional.scaled_dot_product_attention(
-        q_rGhD, k_rGND, v_rGND, attn_mask=group.mask, scale=scale
+    num_requests, num_heads, head_dim = q_rHD.shape
+    num_pairs = num_requests * num_kv_heads
+    kv = matrix.index_select(0, group.rows).view(2, num_pairs, 1, -1, head_dim)
+    k_P1ND, v_P1ND = kv.unbind()
+    q_P1hD = q_rHD.reshape(num_pairs, 1, num_heads // num_kv_heads, head_dim)
+    out_P1hD = functional.scaled_dot_product_attention(
+        q_P1hD, k_P1ND, v_P1ND, attn_mask=group.mask, scale=scale
     )
-    return out_rGhD.reshape(num_requests, num_heads, head_dim)
+    return out_P1hD.view(num_requests, num_heads, head_dim)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pico_vllm.kernels.kv_rows import as_rows, row_ids
+from pico_vllm.kernels.kv_rows import KVRows
 
 
 def paged_prefill_reference(
@@ -70,7 +70,7 @@ def paged_prefill(
         returns         [T, H, D], dtype of q; softmax and sums in fp32
 
     Raises:
-        ValueError: H is not a multiple of G, or k_BGSD or v_BGSD is not a layer of a pool.
+        ValueError: H is not a multiple of G, or k_BGSD and v_BGSD are not a layer of a pool.
 
     Not checked: block ids in range. Same answer as paged_prefill_reference.
     """
@@ -104,15 +104,13 @@ def _context(
     k_BGSD: Tensor, v_BGSD: Tensor, blocks: Tensor, context_len: int
 ) -> tuple[Tensor, Tensor]:
     """k and v [G, C, D] of the cached tokens."""
-    num_kv_heads, block_size, head_dim = k_BGSD.shape[1:]
+    kv_rows = KVRows.of(k_BGSD, v_BGSD)
     positions = torch.arange(context_len)
-    slots = blocks.long()[positions // block_size] * block_size + positions % block_size
-    rows = row_ids(slots, k_BGSD).flatten()
-    shape = (num_kv_heads, context_len, head_dim)
-    return (
-        as_rows(k_BGSD).index_select(0, rows).view(shape),
-        as_rows(v_BGSD).index_select(0, rows).view(shape),
-    )
+    slots = blocks.long()[positions // kv_rows.block_size] * kv_rows.block_size
+    rows = kv_rows.of_slots(slots + positions % kv_rows.block_size).transpose(1, 2).flatten()
+    kv_2GCD = kv_rows.matrix(k_BGSD).index_select(0, rows)
+    k_GCD, v_GCD = kv_2GCD.view(2, kv_rows.num_heads, context_len, -1)
+    return k_GCD, v_GCD
 
 
 def _extend(
