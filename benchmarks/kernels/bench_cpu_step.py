@@ -64,9 +64,9 @@ class Step:
         self.kv = [(pool[:, :, layer, 0], pool[:, :, layer, 1]) for layer in range(L)]
         # A request's prompt lies together, what it generated between the others' blocks.
         table = 1 + np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
-        table[:, num_blocks // 2 :] = np.sort(table[:, num_blocks // 2 :].ravel()).reshape(
-            -1, num_rows
-        ).T
+        table[:, num_blocks // 2 :] = (
+            np.sort(table[:, num_blocks // 2 :].ravel()).reshape(-1, num_rows).T
+        )
         self.table, self.lens = table, np.full(num_rows, context + 1, np.int32)
         self.slots = torch.from_numpy(table[:, -1].astype(np.int64) * S + context % S)
         self.positions = torch.full((num_rows,), context)
@@ -86,10 +86,9 @@ class Step:
 
     def pieces(self) -> dict[str, tuple[int, Callable[[], object]]]:
         """Name to (calls a step, function that makes them all)."""
-        inputs = {"qkv": self.x_TE, "o": self.attended_TE, "gate_up": self.x_TE, "down": self.mlp_TF}
-        found: dict[str, tuple[int, Callable[[], object]]] = {
-            "plans, rope rows": (1, self.begin)
-        }
+        x_TE = self.x_TE
+        inputs = {"qkv": x_TE, "o": self.attended_TE, "gate_up": x_TE, "down": self.mlp_TF}
+        found: dict[str, tuple[int, Callable[[], object]]] = {"plans, rope rows": (1, self.begin)}
 
         def linears(name: str) -> Callable[[], object]:
             return lambda: [linear(inputs[name]) for linear in self.linears[name]]
@@ -155,7 +154,8 @@ def main() -> None:
         for num_rows in args.rows:
             pieces = Step(weight_format, num_rows, args.context).pieces()
             best = best_ms(pieces, args.rounds)
-            print(f"\n{weight_format}, {num_rows} rows {'ms a step':>14} {'us a call':>10} {'share':>6}")
+            title = f"{weight_format}, {num_rows} rows"
+            print(f"\n{title:20} {'ms a step':>12} {'us a call':>10} {'share':>6}")
             for name, ms in best.items():
                 share = ms / best["whole step"]
                 print(f"  {name:18} {ms:12.2f} {ms / pieces[name][0] * 1e3:10.1f} {share:6.1%}")

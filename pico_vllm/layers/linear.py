@@ -77,8 +77,8 @@ class DenseWeight:
 class OneDnnWeight:
     """bf16 in oneDNN's blocked layout, CPU only.
 
-    The 30 layers of SmolLM2-135M take 12.4 ms at 8 rows; functional.linear, which reorders the weight on
-    every call, 20 ms.
+    The 30 layers of SmolLM2-135M take 12.4 ms at 8 rows; F.linear, which reorders the weight on every
+    call, 20 ms.
     """
 
     BATCH_HINT = 8
