@@ -7,7 +7,7 @@ bits the whole is held in 8, if one part is in no packed form the whole is dense
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -101,22 +101,13 @@ class WeightLoader:
             and not is_embedding
             and Int4Weight.fits(shape)
         ):
-            weight = self._int4(names)
+            weight = Int4Weight.from_rows(shape, lambda rows: self._read_codes(names, rows))
         elif self._keeps_packed and storages <= FOUR_BIT | EIGHT_BIT and Int8Weight.fits(shape):
             weight = Int8Weight.from_rows(shape, lambda rows: self._read_rows(names, rows))
         else:
             weight = self._dense(names, shape, is_embedding=is_embedding)
         self._progress(len(names))
         return weight if is_embedding else self._cast(weight)
-
-    def _int4(self, names: Sequence[str]) -> Weight:
-        parts = [self._source.read_codes(name) for name in names]
-        zeros = [np.zeros_like(part.scale) if part.zero is None else part.zero for part in parts]
-        return Int4Weight.pack(
-            np.concatenate([part.codes for part in parts]),
-            np.concatenate([part.scale for part in parts]),
-            np.concatenate(zeros),
-        )
 
     def _dense(
         self, names: Sequence[str], shape: tuple[int, int], *, is_embedding: bool
@@ -148,16 +139,30 @@ class WeightLoader:
     def _read_rows(self, names: Sequence[str], rows: slice) -> Tensor:
         """fp32 rows of the parts laid one below the other."""
         pieces = []
+        for name, part in self._parts(names, rows):
+            num_columns = self._source.tensors[name].shape[1]
+            pieces.append(torch.empty(part.stop - part.start, num_columns))
+            self._source.read_into(name, pieces[-1], part)
+        return torch.cat(pieces)
+
+    def _read_codes(self, names: Sequence[str], rows: slice) -> tuple[np.ndarray, ...]:
+        """Codes, scales and zeros of rows of the parts laid one below the other."""
+        pieces = [self._source.read_codes(name, part) for name, part in self._parts(names, rows)]
+        assert all(piece.zero is not None for piece in pieces), names
+        return tuple(
+            np.concatenate([getattr(piece, field) for piece in pieces])
+            for field in ("codes", "scale", "zero")
+        )
+
+    def _parts(self, names: Sequence[str], rows: slice) -> Iterator[tuple[str, slice]]:
+        """Which rows of which parts these rows of the whole are."""
         start = 0
         for name in names:
-            num_rows, num_columns = self._source.tensors[name].shape
+            num_rows = self._source.tensors[name].shape[0]
             first, last = max(rows.start - start, 0), min(rows.stop - start, num_rows)
             if first < last:
-                piece = torch.empty(last - first, num_columns)
-                self._source.read_into(name, piece, slice(first, last))
-                pieces.append(piece)
+                yield name, slice(first, last)
             start += num_rows
-        return torch.cat(pieces)
 
     def _cast(self, weight: Weight) -> Weight:
         own = torch.bfloat16 if isinstance(weight, (Int4Weight, Int8Weight)) else self._weight_dtype
