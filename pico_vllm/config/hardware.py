@@ -7,7 +7,13 @@ import os
 
 
 def cpu_threads() -> int:
-    """Cores this process may use: physical ones, since two threads on one core share its multipliers."""
+    """Cores this process may use, or OMP_NUM_THREADS where it is set.
+
+    Physical cores: two threads on one core share its multipliers.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
