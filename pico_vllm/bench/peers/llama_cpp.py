@@ -1,9 +1,13 @@
-"""llama.cpp beside ours, through its Python binding, on the same GGUF file. One request at a
-time."""
+"""llama.cpp beside ours, through its Python binding, on the same GGUF file.
+
+It answers one request at a time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.errors import ConfigError
@@ -24,6 +28,7 @@ class LlamaCppEngine:
             raise ConfigError(f"llama.cpp reads GGUF files, not {files.path}", param="compare")
         self.name = f"llama.cpp (binding {llama_cpp.__version__})"
         assert config.num_threads is not None
+        _leave_weights_unpacked(llama_cpp.llama_cpp)
         self._model = llama_cpp.Llama(
             str(files.path),
             n_ctx=max_total_tokens + 8,
@@ -40,3 +45,15 @@ class LlamaCppEngine:
             for _ in range(count):
                 next(tokens)
             tokens.close()
+
+
+def _leave_weights_unpacked(binding: ModuleType) -> None:
+    """Repacking for AMX ends in an illegal instruction; the Llama class has no setting for it."""
+    make_params = binding.llama_model_default_params
+
+    def params() -> Any:
+        made = make_params()
+        made.use_extra_bufts = False
+        return made
+
+    binding.llama_model_default_params = params
