@@ -124,7 +124,7 @@ def _prefix(engine: BenchEngine, workload: Workload, source: PromptSource) -> di
     return {"cold_ms": times_ms[0], "warm_ms": statistics.median(warm), "warm_best_ms": min(warm)}
 
 
-def read_limit_bytes_s(device: torch.device) -> float:
+def read_limit_bytes_s(device: str) -> float:
     """Bytes a second that this machine reads, measured on 1 GiB with all threads of this run."""
     data = torch.zeros(1 << 28, dtype=torch.float32, device=device)
 

@@ -71,6 +71,8 @@ class LLM:
         loaded = load_model(config, on_progress=on_progress)
         self.engine = loaded.engine
         self.model_config = loaded.model_config
+        self.weight_bytes = loaded.weight_bytes
+        """Memory of all weights, each counted once."""
         self.config = loaded.engine.config
         """Resolved: nothing in it is "auto"."""
         self._tokenizer = loaded.tokenizer

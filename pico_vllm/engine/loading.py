@@ -42,6 +42,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     """None for a configuration without a tokenizer: prompts are then token ids."""
     model_config: ModelConfig
+    weight_bytes: int
 
 
 def load_model(
@@ -70,7 +71,7 @@ def load_model(
     resolved = settle_kv_blocks(resolved, model_config, device)
     engine = build_engine(model, model_config, resolved, tokenizer, device)
     logger.info("engine_ready %s", " ".join(f"{k}={v}" for k, v in describe(resolved).items()))
-    return LoadedModel(engine, tokenizer, model_config)
+    return LoadedModel(engine, tokenizer, model_config, model.num_bytes)
 
 
 def open_model(

@@ -87,6 +87,7 @@ class LlamaForCausalLM:
     def __init__(self, config: ModelConfig, loader: WeightLoader, max_model_len: int) -> None:
         """Takes every parameter from the loader, which has checked their names and shapes."""
         self.vocab_size = config.vocab_size
+        self.has_tied_head = config.tie_word_embeddings
         self.rope = Rope(config.rope, config.head_dim, max_model_len, loader.device)
         self.embed = loader.embedding("model.embed_tokens.weight")
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
@@ -94,6 +95,15 @@ class LlamaForCausalLM:
         self.head = (
             loader.tied_head(self.embed) if config.tie_word_embeddings else loader.linear("lm_head")
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the linears and the embedding; norms are too small to count."""
+        linears = [] if self.has_tied_head else [self.head]
+        for layer in self.layers:
+            attention, mlp = layer.attention, layer.mlp
+            linears += [attention.qkv, attention.o, mlp.gate_up, mlp.down]
+        return self.embed.weight.num_bytes + sum(linear.num_bytes for linear in linears)
 
     def forward(self, batch: ForwardBatch, kv: KVStep) -> Tensor:
         """Hidden states [T, E] after the last norm."""
