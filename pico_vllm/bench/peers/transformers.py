@@ -24,12 +24,13 @@ class TransformersEngine:
             ) from None
         self.name = f"transformers {transformers.__version__} {str(dtype).removeprefix('torch.')}"
         files = resolve_model(config.model)
-        _, source, _ = open_model(files, config)
+        model_config, source, _ = open_model(files, config)
         if isinstance(source, GGUFSource):
             hf_config = source.hf_config()
         else:
             hf_config = read_hf_config(files.path)[0]
-        built = transformers.AutoConfig.for_model(**hf_config)
+        model_class = getattr(transformers, model_config.architecture)
+        built = model_class.config_class(**hf_config)
         model = transformers.AutoModelForCausalLM.from_config(built, dtype=dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
