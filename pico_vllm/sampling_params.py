@@ -7,7 +7,6 @@ vLLM users know.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -113,7 +112,11 @@ class SamplingParams:
 
 
 def _show(value: object) -> str:
-    text = repr(value)
+    """A value as a message quotes it: short, whatever was given."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print an int of more than 4300 digits.
+        return "a value too large to print"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -189,12 +192,14 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
             if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
             else key
         )
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+        is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_id or not 0 <= token_id < 2**31:
             raise InvalidRequestError(
                 f"logit_bias key {_show(key)} is not a token id", param="logit_bias"
             )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not -100.0 <= value <= 100.0:
+        # Written as `not (low <= x <= high)` so that NaN fails too.
+        if not is_number or not -100.0 <= value <= 100.0:
             raise InvalidRequestError(
                 f"logit_bias of token {token_id} must be a number in [-100, 100], not "
                 f"{_show(value)}",
