@@ -1,0 +1,130 @@
+"""pico-vllm: the command line. What an error looks like is decided here, for all commands.
+
+Commands import what they need when they run: asking for help must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from pico_vllm import __version__
+from pico_vllm.cli import bench
+from pico_vllm.cli.chat import chat
+from pico_vllm.cli.generate import generate
+from pico_vllm.cli.info import info
+from pico_vllm.cli.models import models, pull
+from pico_vllm.cli.terminal import one_line, print_error
+from pico_vllm.errors import PicoError
+
+app = typer.Typer(
+    name="pico-vllm",
+    help="Run language models on this machine.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (generate, chat, info, pull, models):
+    app.command()(command)
+app.add_typer(bench.app, name="bench")
+
+# typer exports no name for the base of its usage errors, and its home differs between versions.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"pico-vllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    is_debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", help="Log more, and show where an error comes from; also after the command."
+        ),
+    ] = False,
+    is_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    # Nothing to do: --debug is read in `run`, for it counts even where parsing fails.
+    pass
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
+    sys.exit(run(sys.argv[1:] if args is None else args))
+
+
+def run(args: list[str]) -> int:
+    is_debug, args = _take_debug(args)
+    _set_up_output(is_debug)
+    try:
+        code = app(args or ["--help"], prog_name="pico-vllm", standalone_mode=False)
+        sys.stdout.flush()
+        return code or 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if is_debug:
+            traceback.print_exc()
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    if isinstance(error, PicoError):
+        print_error(error.message)
+        return 1
+    if isinstance(error, _UsageError):
+        context = getattr(error, "ctx", None)
+        path = "pico-vllm" if context is None else context.command_path
+        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        if message:  # without arguments typer has shown the help, which says more
+            print_error(f"{message}; see {path} --help")
+        return 2
+    print_error(f"{type(error).__name__}: {error}; run again with --debug to see where")
+    return 1
+
+
+def _take_debug(args: list[str]) -> tuple[bool, list[str]]:
+    """--debug may stand anywhere before a `--`."""
+    end = args.index("--") if "--" in args else len(args)
+    options = [arg for arg in args[:end] if arg != "--debug"]
+    return len(options) < end, options + args[end:]
+
+
+def _set_up_output(is_debug: bool) -> None:
+    # A terminal that cannot show a character gets its code instead of an error.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s") if is_debug else _OneLine())
+    logging.basicConfig(level=logging.INFO if is_debug else logging.WARNING, handlers=[handler])
+
+
+class _OneLine(logging.Formatter):
+    """Level and message; no traceback, which --debug is for."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {one_line(record.getMessage())}"
+
+
+if __name__ == "__main__":
+    main()

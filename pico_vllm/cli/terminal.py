@@ -1,0 +1,90 @@
+"""What a person sees: text made harmless, notes on stderr, a bar while a model loads."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pico_vllm.config.engine import EngineConfig
+    from pico_vllm.engine.llm import LLM
+
+# C0 but newline and tab, DEL, and C1, where one character begins an escape sequence too. Carriage
+# returns go: alone they would overwrite the line, before a newline nobody misses them.
+_HARMLESS: dict[int, str] = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+} | {ord("\r"): ""}
+
+
+def printable(text: str) -> str:
+    """Control characters as their codes: who wrote the text shall not drive the terminal."""
+    return text.translate(_HARMLESS)
+
+
+def one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def write_answer(text: str) -> None:
+    """To a terminal made harmless, to a pipe or file as the model wrote it; at once."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that takes text as it is; tables in a pipe are wide, as nothing there is narrow."""
+    from rich.console import Console
+
+    found = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not found.is_terminal:
+        found.width = 160
+    return found
+
+
+def note(text: str) -> None:
+    """A dim line on stderr; no colour codes where that is no terminal."""
+    sys.stdout.flush()
+    console(stderr=True).print(printable(text), style="dim", soft_wrap=True)
+
+
+def print_error(message: str) -> None:
+    sys.stdout.flush()
+    print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
+
+
+def load_llm(config: EngineConfig) -> LLM:
+    """Load a model, showing progress where stderr is a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        from pico_vllm.engine.llm import LLM
+
+        return LLM(**_settings(config))
+    with screen.status("starting torch"):
+        from pico_vllm.engine.llm import LLM
+    progress = Progress(
+        TextColumn("loading {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tensors"),
+        console=screen,
+        transient=True,
+    )
+    task = progress.add_task(one_line(config.model), total=None)
+
+    def show(num_done: int, num_tensors: int) -> None:
+        # Not earlier: before the first tensor the Hub may show a bar of its own.
+        progress.start()
+        progress.update(task, completed=num_done, total=num_tensors)
+
+    try:
+        return LLM(**_settings(config), on_progress=show)
+    finally:
+        progress.stop()
+
+
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
