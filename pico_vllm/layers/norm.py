@@ -7,24 +7,36 @@ from torch import Tensor
 
 
 class RMSNorm:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, summed in fp32."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, summed in fp32.
 
-    SMALL_T = 16
+    On the CPU torch.rms_norm is six ops, each over all of x. In bf16 two shorter ways give the same
+    values, rounded once as there: 7 us against 13 for one row of 576, 14 against 19 for 8 rows, 140
+    against 248 for 512.
+    """
+
+    FEW_ROWS = 4
 
     def __init__(self, weight_E: Tensor, eps: float) -> None:
-        self.weight_E = weight_E
-        self.eps = eps
         self.size = weight_E.shape[0]
+        self.eps = eps
+        self.weight_E = weight_E
+        self._has_short_ways = weight_E.dtype == torch.bfloat16 and weight_E.device.type == "cpu"
         self._weight_2E = torch.cat((weight_E, weight_E))
+        self._scaled_weight_E = weight_E.float() * self.size**0.5
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        if x_TE.dtype == torch.bfloat16 and not x_TE.is_cuda and x_TE.shape[0] <= self.SMALL_T:
-            # [x, -x] has mean 0, so its LayerNorm is [RMSNorm(x), -RMSNorm(x)]. At one row the two
-            # ops take 9 us; rms_norm, six ops inside on the CPU, takes 16 us.
-            both = torch.cat((x_TE, -x_TE), -1)
-            y_2E = torch.layer_norm(both, (2 * self.size,), self._weight_2E, None, self.eps)
-            return y_2E[..., : self.size]
-        return torch.rms_norm(x_TE, (self.size,), self.weight_E, self.eps)
+        if not self._has_short_ways:
+            return torch.rms_norm(x_TE, (self.size,), self.weight_E, self.eps)
+        if x_TE.shape[0] <= self.FEW_ROWS:
+            # [x, -x] has mean 0, so its LayerNorm is [RMSNorm(x), -RMSNorm(x)].
+            both_T2E = torch.cat((x_TE, -x_TE), -1)
+            y_T2E = torch.layer_norm(both_T2E, (2 * self.size,), self._weight_2E, None, self.eps)
+            return y_T2E[..., : self.size]
+        # sqrt(E) moved to the weight: x / sqrt(sum(x^2) + E eps) * (weight sqrt(E)).
+        wide_TE = x_TE.float()
+        length_T1 = torch.linalg.vector_norm(wide_TE, 2, -1, True)
+        inverse_T1 = length_T1.square_().add_(self.size * self.eps).rsqrt_()
+        return wide_TE.mul_(inverse_T1).mul_(self._scaled_weight_E).bfloat16()
 
     def add(self, residual_TE: Tensor, delta_TE: Tensor) -> tuple[Tensor, Tensor]:
         """(residual + delta, its norm)."""

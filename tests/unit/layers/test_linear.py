@@ -157,7 +157,11 @@ def test_chunked_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(100, 96).bfloat16()
     whole = (Int4Weight.pack(*parts), Int8Weight.pack(table))
     products = [weight(x) for weight in whole]
-    monkeypatch.setattr(linear_module, "PACK_CHUNK_BYTES", 1)
+
+    def one_by_one(num_rows: int, bytes_per_row: int, multiple: int = 1, **_: int):
+        return (slice(start, start + multiple) for start in range(0, num_rows, multiple))
+
+    monkeypatch.setattr(linear_module, "_row_chunks", one_by_one)
     chunked = (Int4Weight.pack(*parts), Int8Weight.pack(table))
     assert torch.equal(whole[0].packed, chunked[0].packed)
     assert torch.equal(whole[0].scale_and_middle, chunked[0].scale_and_middle)
