@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Sequence
 
 from pico_vllm.config.engine import EngineConfig
+from pico_vllm.config.hf_keys import show
 from pico_vllm.engine.model_runner import ModelRunner
 from pico_vllm.errors import (
     ContextLengthError,
@@ -46,6 +47,8 @@ class Engine:
         self._runner = runner
         self.eos_token_ids = frozenset(eos_token_ids)
         self._request_numbers = itertools.count()
+        self._undelivered: StepEvents | None = None
+        """Of a step that an interrupt ended: the next step tells whose requests were lost."""
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Refuse a request that could not run; otherwise return how many tokens it may generate.
@@ -68,8 +71,7 @@ class Engine:
         for index, token_id in enumerate(prompt_token_ids):
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise TokenOutOfRangeError(
-                    f"prompt token {index} is {str(token_id)[:40]}; ids are whole numbers from 0 "
-                    "to "
+                    f"prompt token {index} is {show(token_id)}; ids are whole numbers from 0 to "
                     f"{self.vocab_size - 1}",
                     param="prompt",
                 )
@@ -132,23 +134,32 @@ class Engine:
         return self._scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self._undelivered is not None or self._scheduler.has_work()
 
     def step(self) -> StepEvents:
         """Compute one step. If it raises, only the requests in it end, with finish reason
-        `error`."""
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return StepEvents()
+        `error`.
+
+        An interrupt (KeyboardInterrupt) leaves no half-done step behind either: it is raised on,
+        and the next call reports whose requests it cost.
+        """
+        if self._undelivered is not None:
+            events, self._undelivered = self._undelivered, None
+            return events
+        plan = None
         try:
+            plan = self._scheduler.schedule()
+            if plan is None:
+                return StepEvents()
             pending = self._runner.launch(plan)
-            result = pending.result()
+            return self._scheduler.commit(plan, pending.result())
         except Exception:
-            logger.exception(
-                "step_failed num_requests=%d num_tokens=%d", len(plan.request_ids), plan.num_tokens
-            )
-            return self._scheduler.fail(plan.request_ids)
-        return self._scheduler.commit(plan, result)
+            events = self._scheduler.fail(plan)
+            logger.exception("step_failed num_requests=%d", len(events.request_ids))
+            return events
+        except BaseException:
+            self._undelivered = self._scheduler.fail(plan)
+            raise
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()

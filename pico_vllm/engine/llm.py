@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Self
 
 from pico_vllm.config.engine import EngineConfig, KvKind, WeightFormat
+from pico_vllm.config.hf_keys import show
 from pico_vllm.engine.loading import load_model
 from pico_vllm.engine.output_processor import AnswerGroup, OutputProcessor
 from pico_vllm.errors import ConfigError, InvalidRequestError
@@ -42,6 +44,7 @@ class LLM:
         weight_format: WeightFormat = "auto",
         load_format: str = "auto",
         seed: int = 0,
+        cpu_graph: str = "on",
         num_threads: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -66,6 +69,7 @@ class LLM:
             weight_format=weight_format,
             load_format=load_format,
             seed=seed,
+            cpu_graph=cpu_graph,
             num_threads=num_threads,
         )
         loaded = load_model(config, on_progress=on_progress)
@@ -79,6 +83,9 @@ class LLM:
         self._processor = OutputProcessor(loaded.tokenizer, loaded.engine.eos_token_ids)
         # Held for one step or one hand-over, so that a stream and a generate can run side by side.
         self._lock = threading.RLock()
+        self._is_stepping = False
+        self._given_up: deque[str] = deque()
+        """Requests to abort as soon as no step is under way."""
         self._is_closed = False
 
     @property
@@ -108,6 +115,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be used; nothing was started.
         """
+        self._check_open()
         prompt_list = _as_prompts(prompts)
         token_lists = [self._encode(prompt) for prompt in prompt_list]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompt_list]
@@ -126,11 +134,12 @@ class LLM:
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
         """
-        is_single = not messages or isinstance(messages[0], dict)
-        conversations: Sequence[Any] = [messages] if is_single else messages
-        token_lists = [
-            self.tokenizer.encode_chat(each, **template_variables) for each in conversations
-        ]
+        self._check_open()
+        is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+        conversations: Sequence[Any] = (
+            messages if is_list and not isinstance(messages[0], dict) else [messages]
+        )
+        token_lists = [self._encode_chat(each, template_variables) for each in conversations]
         return self._run(
             token_lists, [None] * len(token_lists), _one_each(params, len(token_lists)), on_finish
         )
@@ -143,16 +152,18 @@ class LLM:
 
         Parameters are checked at this call, before anything is given.
         """
+        self._check_open()
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
-            token_ids = self.tokenizer.encode_chat(prompt)
+            token_ids = self._encode_chat(prompt, {})
         else:
-            token_ids = self._encode(prompt)  # type: ignore[arg-type]
-        params = SamplingParams() if params is None else params
-        self.engine.check(token_ids, params)
-        group, request_ids = self._add(
-            token_ids, prompt if isinstance(prompt, str) else None, params, keeps_deltas=True
-        )
-        return self._stream(group, request_ids)
+            (one_prompt,) = _as_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
+            token_ids = self._encode(one_prompt)
+        (one_params,) = _one_each(params, 1)
+        self._check(token_ids, one_params)
+        group = _group(token_ids, prompt if isinstance(prompt, str) else None, keeps_deltas=True)
+        deltas = self._stream(group, one_params)
+        next(deltas)  # adds the request; from here on closing the generator ends it
+        return deltas  # type: ignore[return-value]
 
     def close(self) -> None:
         """Give memory and helper processes back. Further calls are refused; a second close does
@@ -175,6 +186,20 @@ class LLM:
             return self.tokenizer.encode(prompt)
         return list(prompt)
 
+    def _encode_chat(self, messages: object, variables: dict[str, Any]) -> list[int]:
+        return self.tokenizer.encode_chat(
+            messages, **({"max_tokens": self.engine.max_model_len} | variables)
+        )
+
+    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.engine.check(token_ids, params)
+        if params.stop_strings and self._tokenizer is None:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer, and this model was loaded without one; use "
+                "stop_token_ids",
+                param="stop",
+            )
+
     def _run(
         self,
         token_lists: Sequence[list[int]],
@@ -182,16 +207,15 @@ class LLM:
         params: Sequence[SamplingParams],
         on_finish: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
-        self._check_open()
         for token_ids, each in zip(token_lists, params, strict=True):
-            self.engine.check(token_ids, each)
-        groups: list[AnswerGroup] = []
-        request_ids: list[str] = []
+            self._check(token_ids, each)
+        groups = [
+            _group(token_ids, text, keeps_deltas=False)
+            for token_ids, text in zip(token_lists, texts, strict=True)
+        ]
         try:
-            for token_ids, text, each in zip(token_lists, texts, params, strict=True):
-                group, ids = self._add(token_ids, text, each, keeps_deltas=False)
-                groups.append(group)
-                request_ids += ids
+            for group, each in zip(groups, params, strict=True):
+                self._add(group, each)
             unfinished = dict(enumerate(groups))
             while unfinished:
                 self._step()
@@ -201,12 +225,17 @@ class LLM:
                         on_finish(group.output)
         finally:
             # Only a caller's interrupt or error leaves something to give up.
-            self._abort(request_ids)
+            self._give_up([i for group in groups for i in group.request_ids])
         return [group.output for group in groups]
 
-    def _stream(self, group: AnswerGroup, request_ids: list[str]) -> Iterator[CompletionDelta]:
+    def _stream(
+        self, group: AnswerGroup, params: SamplingParams
+    ) -> Generator[CompletionDelta | None]:
+        """First None, once the request is in line: a generator that never began cannot end it."""
         assert group.deltas is not None
         try:
+            self._add(group, params)
+            yield None
             while True:
                 while group.deltas:
                     yield group.deltas.popleft()
@@ -214,41 +243,60 @@ class LLM:
                     return
                 self._step()
         finally:
-            self._abort(request_ids)
+            self._give_up(group.request_ids)
 
-    def _add(
-        self, token_ids: list[int], text: str | None, params: SamplingParams, *, keeps_deltas: bool
-    ) -> tuple[AnswerGroup, list[str]]:
-        self._check_open()
+    def _add(self, group: AnswerGroup, params: SamplingParams) -> None:
         with self._lock:
-            output = RequestOutput(
-                request_id="", prompt=text, prompt_token_ids=token_ids, outputs=[]
-            )
-            group = AnswerGroup(output, keeps_deltas=keeps_deltas)
-            request_ids = [
-                self.engine.add_request(token_ids, params, sample_index=i) for i in range(params.n)
-            ]
-            output.request_id = request_ids[0]
-            for index, request_id in enumerate(request_ids):
+            self._check_open()
+            for index in range(params.n):
+                request_id = self.engine.add_request(
+                    group.output.prompt_token_ids, params, sample_index=index
+                )
+                group.request_ids.append(request_id)
                 self._processor.add(request_id, group, index, params)
-        return group, request_ids
+            group.output.request_id = group.request_ids[0]
 
     def _step(self) -> None:
         with self._lock:
             self._check_open()
-            for request_id in self._processor.process(self.engine.step()):
-                self.engine.abort(request_id)
+            self._is_stepping = True
+            try:
+                events = self.engine.step()
+                try:
+                    ended = self._processor.process(events)
+                except BaseException:
+                    self._processor.fail(events.request_ids)
+                    self._given_up.extend(events.request_ids)
+                    raise
+                self._given_up.extend(ended)
+            finally:
+                self._is_stepping = False
+                self._abort_given_up()
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
+    def _give_up(self, request_ids: Sequence[str]) -> None:
+        """End requests, those that have ended already included."""
+        self._given_up.extend(request_ids)
         with self._lock:
-            for request_id in request_ids:
-                if not self._is_closed:
-                    self.engine.abort(request_id)
-                self._processor.discard(request_id)
+            # The garbage collector may close a stream amid a step of this very thread, which the
+            # lock lets in.
+            if not self._is_stepping:
+                self._abort_given_up()
+
+    def _abort_given_up(self) -> None:
+        while self._given_up:
+            request_id = self._given_up.popleft()
+            if not self._is_closed:
+                self.engine.abort(request_id)
+            self._processor.discard(request_id)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError("this LLM was closed; make a new one")
+
+
+def _group(token_ids: list[int], text: str | None, *, keeps_deltas: bool) -> AnswerGroup:
+    output = RequestOutput(request_id="", prompt=text, prompt_token_ids=token_ids, outputs=[])
+    return AnswerGroup(output, keeps_deltas=keeps_deltas)
 
 
 def _as_prompts(prompts: object) -> list[Prompt]:
@@ -265,7 +313,7 @@ def _as_prompts(prompts: object) -> list[Prompt]:
     for index, each in enumerate(prompts):
         if not isinstance(each, (str, list, tuple)):
             raise InvalidRequestError(
-                f"prompt {index} is {str(each)[:40]}; a prompt is a string or a list of token ids",
+                f"prompt {index} is {show(each)}; a prompt is a string or a list of token ids",
                 param="prompt",
             )
     return list(prompts)
@@ -276,7 +324,13 @@ def _one_each(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count or not all(isinstance(each, SamplingParams) for each in params):
+    is_list = isinstance(params, (list, tuple))
+    if not is_list or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequestError(
+            f"params is {show(params)}; give one SamplingParams for all prompts or a list of them",
+            param="params",
+        )
+    if len(params) != count:
         raise InvalidRequestError(
             f"{len(params)} sampling params for {count} prompts; give one for all or one each",
             param="params",

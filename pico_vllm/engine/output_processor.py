@@ -3,6 +3,7 @@ while it runs."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 
@@ -13,12 +14,16 @@ from pico_vllm.step import TokenLogprobs
 from pico_vllm.tokenizer.detokenizer import IncrementalDetokenizer
 from pico_vllm.tokenizer.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 class AnswerGroup:
     """The n answers to one prompt."""
 
     def __init__(self, output: RequestOutput, *, keeps_deltas: bool) -> None:
         self.output = output
+        self.request_ids: list[str] = []
+        """In the engine, one for each answer."""
         self.deltas: deque[CompletionDelta] | None = deque() if keeps_deltas else None
 
 
@@ -73,15 +78,26 @@ class _Answer:
         if reason is not None:
             output.finish_reason = reason.value
             self._detokenizer = None
+        self._give(text, token_ids, entries)
+
+    def fail(self) -> None:
+        """End it with what it has: our fault."""
+        self.output.finish_reason = FinishReason.ERROR.value
+        self._detokenizer = None
+        self._give("", (), ())
+
+    def _give(
+        self, text: str, token_ids: tuple[int, ...], logprobs: tuple[dict[int, Logprob], ...]
+    ) -> None:
         if self.group.deltas is not None:
             self.group.deltas.append(
                 CompletionDelta(
-                    index=output.index,
+                    index=self.output.index,
                     text=text,
                     token_ids=token_ids,
-                    finish_reason=output.finish_reason,
-                    stop_reason=output.stop_reason,
-                    logprobs=entries,
+                    finish_reason=self.output.finish_reason,
+                    stop_reason=self.output.stop_reason,
+                    logprobs=logprobs,
                 )
             )
 
@@ -105,9 +121,9 @@ class OutputProcessor:
             group.output.prompt_logprobs = [None]
 
     def process(self, events: StepEvents) -> list[str]:
-        """Take over what a step produced. Returns the requests that a stop string ended: the engine
-        must abort them."""
-        stopped = []
+        """Take over what a step produced. Returns the requests that ended here, by a stop string or
+        a fault: the engine must abort them."""
+        ended = []
         for request_id, values in events.prompt_logprobs.items():
             answer = self._answers.get(request_id)
             if (
@@ -124,12 +140,26 @@ class OutputProcessor:
             answer = self._answers.get(request_id)
             if answer is None:
                 continue
-            answer.update(token_id, reason, events.logprobs.get(request_id), self._eos_token_ids)
+            try:
+                answer.update(
+                    token_id, reason, events.logprobs.get(request_id), self._eos_token_ids
+                )
+            except Exception:
+                # What goes wrong with one answer's text must not cost the others theirs.
+                logger.exception("answer_failed request_id=%s", request_id)
+                answer.fail()
             if answer.output.finish_reason is not None:
                 del self._answers[request_id]
                 if reason is None:
-                    stopped.append(request_id)
-        return stopped
+                    ended.append(request_id)
+        return ended
+
+    def fail(self, request_ids: Sequence[str]) -> None:
+        """End the answers of a step whose events were not taken over whole."""
+        for request_id in request_ids:
+            answer = self._answers.pop(request_id, None)
+            if answer is not None:
+                answer.fail()
 
     def discard(self, request_id: str) -> None:
         """Forget a request that the caller gave up."""

@@ -16,8 +16,6 @@ pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from pico_vllm.cache.block_manager import BlockManager
@@ -134,15 +132,21 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def fail(self, request_ids: Sequence[str]) -> StepEvents:
-        """End the requests of a step that raised. What they generated before stays theirs."""
-        failed = [request for i in request_ids if (request := self._running.get(i)) is not None]
-        for request in failed:
-            self._finish(request, FinishReason.ERROR)
+    def fail(self, plan: StepPlan | None) -> StepEvents:
+        """End the requests of a step that raised; without a plan, all that run. What they generated
+        before stays theirs.
+
+        Requests that `commit` had ended are named too: nobody was told of them.
+        """
+        request_ids = tuple(self._running) if plan is None else plan.request_ids
+        for request_id in request_ids:
+            request = self._running.get(request_id)
+            if request is not None:
+                self._finish(request, FinishReason.ERROR)
         return StepEvents(
-            request_ids=tuple(r.request_id for r in failed),
-            token_ids=(BAD_LOGITS,) * len(failed),
-            finish_reasons=(FinishReason.ERROR,) * len(failed),
+            request_ids=request_ids,
+            token_ids=(NO_TOKEN,) * len(request_ids),
+            finish_reasons=(FinishReason.ERROR,) * len(request_ids),
         )
 
     def _num_blocks(self, num_tokens: int) -> int:
