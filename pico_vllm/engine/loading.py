@@ -16,6 +16,7 @@ from pico_vllm.config import hardware
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.engine.batch_builder import BatchBuilder
+from pico_vllm.engine.cpu_graph import CpuGraphs
 from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.model_runner import KVCache, ModelRunner
 from pico_vllm.errors import ConfigError, ModelLoadError
@@ -112,6 +113,13 @@ def open_model(
             f"{model_config.vocab_size} rows in its "
             "head: the tokenizer does not belong to these weights",
             param="tokenizer",
+        )
+    unknown = [i for i in model_config.eos_token_ids if tokenizer and i >= tokenizer.vocab_size]
+    if unknown:
+        raise ModelLoadError(
+            f"eos_token_id {unknown[0]} is not among the tokenizer's tokens: it could never end an "
+            "answer; correct config.json or generation_config.json",
+            param="eos_token_id",
         )
     return model_config, source, tokenizer
 
@@ -255,7 +263,10 @@ def build_engine(
         block_size=config.block_size,
         device=device,
     )
-    runner = ModelRunner(model, kv, batch_builder, Sampler(config.max_num_seqs, vocab_size, device))
+    sampler = Sampler(config.max_num_seqs, vocab_size, device)
+    has_graphs = config.cpu_graph == "on" and device.type == "cpu"
+    graphs = CpuGraphs(model.forward) if has_graphs else None
+    runner = ModelRunner(model, kv, batch_builder, sampler, graphs)
     return Engine(
         config,
         scheduler,
