@@ -28,7 +28,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Most tokens to generate; None fills the window."""
     min_tokens: int = 0
-    """No end (EOS, stop ids, stop strings) before this many tokens."""
+    """EOS, stop ids and stop strings end the answer only after this many tokens."""
     temperature: float = 1.0
     """In [0, 2]; below 1e-5 is greedy."""
     top_k: int = 0

@@ -136,8 +136,8 @@ class Sampler:
                 repetition=params.repetition_penalty,
             )
         stop_ids = self._stop_ids[row]
-        # The token at `position` is number position - num_prompt_tokens + 1 of the output.
-        if stop_ids is not None and position - self._num_prompt_tokens[row] + 1 < params.min_tokens:
+        # `position` less the prompt is how many tokens the output has so far.
+        if stop_ids is not None and position - self._num_prompt_tokens[row] < params.min_tokens:
             logits_V[stop_ids] = MASKED
 
     def _sample_random(
@@ -147,12 +147,19 @@ class Sampler:
             return torch.from_numpy(values[rows]).to(self._device)
 
         logits_RV /= of_rows(self._temperature)[:, None]
-        if (self._top_k[rows] < self.vocab_size).any():
-            keep_top_k(logits_RV, of_rows(self._top_k))
-        if (self._top_p[rows] < 1.0).any():
-            keep_top_p(logits_RV, of_rows(self._top_p))
-        if (self._min_p[rows] > 0.0).any():
-            keep_min_p(logits_RV, of_rows(self._min_p))
+        for keep, values, is_on in (
+            (keep_top_k, self._top_k, self._top_k[rows] < self.vocab_size),
+            (keep_top_p, self._top_p, self._top_p[rows] < 1.0),
+            (keep_min_p, self._min_p, self._min_p[rows] > 0.0),
+        ):
+            # A filter never sees the rows of others: rounding could cost them their last tokens.
+            if is_on.all():
+                keep(logits_RV, of_rows(values))
+            elif is_on.any():
+                on = torch.from_numpy(np.flatnonzero(is_on)).to(self._device)
+                filtered_RV = logits_RV[on]
+                keep(filtered_RV, of_rows(values)[on])
+                logits_RV[on] = filtered_RV
         noise_RV = gumbel_noise(
             of_rows(self._seeds),
             of_rows(self._sample_indices),
@@ -178,7 +185,10 @@ def token_logprobs(
     """Of one token a row: itself, its rank, and the `num_top` most likely ones."""
     ids_N = torch.tensor(token_ids, dtype=torch.int64, device=logprobs_NV.device)
     chosen_N1 = logprobs_NV.gather(1, ids_N[:, None])
-    ranks = ((logprobs_NV > chosen_N1).sum(dim=1) + 1).tolist()
+    # Row by row: a sum over bools makes int64 of them first, twice the memory of the logits.
+    rows = zip(logprobs_NV, chosen_N1, strict=True)
+    num_larger = [torch.count_nonzero(row_V > chosen_1) for row_V, chosen_1 in rows]
+    ranks = (torch.stack(num_larger) + 1).tolist()
     chosen = chosen_N1.clamp(min=LOWEST_LOGPROB)[:, 0].tolist()
     top = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]), dim=1)
     top_ids, top_values = top.indices.tolist(), top.values.clamp(min=LOWEST_LOGPROB).tolist()
