@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from pico_vllm.cache.block_manager import BlockCopy
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
-from pico_vllm.kernels.paged_decode import DecodePlan, paged_decode, plan_decode
+from pico_vllm.kernels.kv_rows import KVRows
+from pico_vllm.kernels.paged_decode import DecodePlan, attend_rows, paged_decode, plan_decode
 from pico_vllm.kernels.paged_prefill import paged_prefill
-from pico_vllm.kernels.store_kv import plan_store, store_kv
+from pico_vllm.kernels.store_kv import StorePlan, plan_store, store_kv, store_rows
 
 
 def allocate_pool(
@@ -63,9 +65,38 @@ class PagedKV:
             num_host_blocks, block_size, model, dtype=dtype, device=torch.device("cpu")
         )
         self._scale = model.head_dim**-0.5
+        self._num_kv_heads = model.num_kv_heads
+        # Views of each layer, made once: slicing the pool takes 10 us.
+        pool = self.device_pool
+        self._layers = [
+            (pool[:, :, layer, 0], pool[:, :, layer, 1]) for layer in range(pool.shape[2])
+        ]
+        self._kv_rows = KVRows.of(*self._layers[0])
+        self._matrices = [self._kv_rows.matrix(k_BGSD) for k_BGSD, _ in self._layers]
 
-    def for_step(self, batch: ForwardBatch) -> PagedStep:
-        return PagedStep(self.device_pool, batch, self.block_size, self._scale)
+    def for_step(self, batch: ForwardBatch) -> DecodeStep | PagedStep:
+        """What a step attends over: tensors only where all of it decodes in one group."""
+        n = batch.num_decodes
+        store = plan_store(batch.slot_mapping)
+        store.bind(self._kv_rows)
+        decode = plan_decode(
+            batch.block_table[:n].numpy(), batch.seq_lens[:n].numpy(), self.block_size
+        )
+        decode.bind(self._kv_rows, self.device_pool.dtype)
+        is_one_group = len(decode.groups) == 1 and decode.groups[0].requests is None
+        if n == batch.num_tokens and is_one_group and store.tokens is None:
+            group = decode.groups[0]
+            assert store.k_rows is not None and store.v_rows is not None and group.rows is not None
+            return DecodeStep(
+                matrices=self._matrices,
+                k_rows=store.k_rows,
+                v_rows=store.v_rows,
+                rows=group.rows,
+                mask=group.mask,
+                num_kv_heads=self._num_kv_heads,
+                scale=self._scale,
+            )
+        return PagedStep(self._layers, batch, store, decode, self._scale)
 
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """Device to host."""
@@ -86,43 +117,68 @@ def _copy_blocks(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) ->
     target[target_ids] = source[source_ids].to(target.device)
 
 
-class PagedStep:
-    """The pool as one step sees it: what does not depend on the layer is computed once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    """A step in which every request decodes. What does not depend on the layer is computed once."""
 
-    def __init__(self, pool: Tensor, batch: ForwardBatch, block_size: int, scale: float) -> None:
-        self._pool = pool
-        self._batch = batch
-        self._scale = scale
-        self._num_decodes = batch.num_decodes
-        self._store_plan = plan_store(batch.slot_mapping)
-        self._decode_plan: DecodePlan | None = None
-        if self._num_decodes:
-            n = self._num_decodes
-            self._decode_plan = plan_decode(
-                batch.block_table[:n].numpy(), batch.seq_lens[:n].numpy(), block_size
-            )
+    matrices: list[Tensor]
+    """Of each layer, see KVRows."""
+    k_rows: Tensor
+    v_rows: Tensor
+    """[R * G] int64, where the new token's KV goes."""
+    rows: Tensor
+    """[2 * R * G * N] int64, what attention reads; N is the longest of the R lengths."""
+    mask: Tensor | None
+    """[R * G, 1, 1, N], added to the scores; None where all lengths are equal."""
+    num_kv_heads: int
+    scale: float
 
     def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Write this step's KV of one layer, then attend over it and over what was cached. Returns
-        [T, H, D]."""
+        matrix = self.matrices[layer]
+        store_rows(k_TGD, v_TGD, matrix, self.k_rows, self.v_rows)
+        return attend_rows(q_THD, matrix, self.rows, self.mask, self.num_kv_heads, scale=self.scale)
+
+
+class PagedStep:
+    """Any step: decode rows first, then prompt chunks."""
+
+    def __init__(
+        self,
+        layers: list[tuple[Tensor, Tensor]],
+        batch: ForwardBatch,
+        store: StorePlan,
+        decode: DecodePlan,
+        scale: float,
+    ) -> None:
+        self._layers = layers
+        self._batch = batch
+        self._store = store
+        self._decode = decode
+        self._scale = scale
+
+    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """Write this step's KV of one layer, then attend over it and over what was cached.
+
+        Returns [T, H, D].
+        """
         batch = self._batch
-        k_BGSD, v_BGSD = self._pool[:, :, layer, 0], self._pool[:, :, layer, 1]
-        store_kv(k_TGD, v_TGD, k_BGSD, v_BGSD, self._store_plan)
-        n = self._num_decodes
-        if n == batch.num_tokens:
-            return paged_decode(q_THD, k_BGSD, v_BGSD, self._decode_plan, scale=self._scale)
-        extended = paged_prefill(
-            q_THD[n:],
-            k_TGD[n:],
-            v_TGD[n:],
-            k_BGSD,
-            v_BGSD,
-            batch.block_table[n:],
-            batch.query_lens[n:],
-            batch.context_lens[n:],
-            scale=self._scale,
-        )
-        if n == 0:
-            return extended
-        decoded = paged_decode(q_THD[:n], k_BGSD, v_BGSD, self._decode_plan, scale=self._scale)
-        return torch.cat((decoded, extended))
+        k_BGSD, v_BGSD = self._layers[layer]
+        store_kv(k_TGD, v_TGD, k_BGSD, v_BGSD, self._store)
+        n = batch.num_decodes
+        parts = []
+        if n > 0:
+            parts.append(paged_decode(q_THD[:n], k_BGSD, v_BGSD, self._decode, scale=self._scale))
+        if n < batch.num_tokens:
+            extended = paged_prefill(
+                q_THD[n:],
+                k_TGD[n:],
+                v_TGD[n:],
+                k_BGSD,
+                v_BGSD,
+                batch.block_table[n:],
+                batch.query_lens[n:],
+                batch.context_lens[n:],
+                scale=self._scale,
+            )
+            parts.append(extended)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -21,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kv": ("paged", "contiguous", "none"),
     "weight_format": ("auto", "keep", "bf16", "fp32"),
     "load_format": ("auto", "dummy"),
+    "cpu_graph": ("on", "off"),
 }
 
 
@@ -54,6 +55,8 @@ class EngineConfig:
     """dummy fills the weights with random numbers and needs only a config.json."""
     seed: int = 0
     """Start of the seeds given to requests that bring none, and of dummy weights."""
+    cpu_graph: str = "on"
+    """on replays decode steps of few requests on the CPU as graphs; off runs them op by op."""
     num_threads: int | None = None
     """CPU threads; None takes the cores this process may use."""
 

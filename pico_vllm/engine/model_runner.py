@@ -12,13 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pico_vllm.cache.kv_pool import DecodeStep
 from pico_vllm.engine.batch_builder import BatchBuilder
+from pico_vllm.engine.cpu_graph import CpuGraphs
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.sampler.sampler import Sampler, token_logprobs
 from pico_vllm.step import NO_TOKEN, StepPlan, StepResult, TokenLogprobs
 
-LOGITS_CHUNK_BYTES = 64 << 20
-"""Most memory for logits at once where a request wants them for its whole prompt."""
+LOGITS_CHUNK_BYTES = 8 << 20
+"""Most memory for logits at once where a request wants them for its whole prompt. With what is made
+of them and what malloc keeps it comes to some 40 MiB; chunks of 64 MiB came to 290."""
 
 
 class KVStep(Protocol):
@@ -51,12 +54,18 @@ class PendingResult:
 
 class ModelRunner:
     def __init__(
-        self, model: Model, kv: KVCache, batch_builder: BatchBuilder, sampler: Sampler
+        self,
+        model: Model,
+        kv: KVCache,
+        batch_builder: BatchBuilder,
+        sampler: Sampler,
+        graphs: CpuGraphs | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
         self._batch_builder = batch_builder
         self._sampler = sampler
+        self._graphs = graphs
         self._num_prompt_logprobs: dict[int, int | None] = {}
         """By row: how many to give while its prompt is computed; None once it is complete."""
 
@@ -66,7 +75,11 @@ class ModelRunner:
             self._sampler.set_row(new)
             self._num_prompt_logprobs[new.row] = new.params.prompt_logprobs
         batch = self._batch_builder.build(plan)
-        hidden_TE = self._model.forward(batch, self._kv.for_step(batch))
+        kv_step = self._kv.for_step(batch)
+        if self._graphs is not None and isinstance(kv_step, DecodeStep):
+            hidden_TE = self._graphs.forward(batch, kv_step)
+        else:
+            hidden_TE = self._model.forward(batch, kv_step)
         prompt_logprobs = self._prompt_logprobs(plan, hidden_TE)
         token_ids, logprobs = self._sample(plan, hidden_TE)
         self._batch_builder.append(plan, token_ids)

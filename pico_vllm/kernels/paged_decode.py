@@ -54,12 +54,12 @@ class DecodeGroup:
 
     requests: Tensor | None
     """[r] int64, rows of q; None where the group is the whole batch in its order."""
-    slots: Tensor
-    """[r, N] int64; past a request's end its first slot again, which holds numbers of its own."""
-    is_real: Tensor | None
-    """[r, N] bool; None without padding."""
+    slots: NDArray[np.int64]
+    """[r, N]; past a request's end its first slot again, which holds numbers of its own."""
+    is_real: NDArray[np.bool_] | None
+    """[r, N]; None without padding."""
     rows: Tensor | None = None
-    """[2 * r * G * N] int64, see kv_rows."""
+    """[2 * r * G * N] int64, see KVRows."""
     mask: Tensor | None = None
     """[r * G, 1, 1, N] in q's dtype, added to the scores."""
 
@@ -71,17 +71,18 @@ class DecodePlan:
     num_requests: int
     groups: list[DecodeGroup] = field(default_factory=list)
     kv_rows: KVRows | None = None
-    """Made at the first layer, which brings strides and dtype, with the groups' rows and masks."""
+    """Of the pool that the groups' rows and masks were made for."""
 
-    def bind(self, k_BGSD: Tensor, v_BGSD: Tensor) -> KVRows:
-        self.kv_rows = kv_rows = KVRows.of(k_BGSD, v_BGSD)
+    def bind(self, kv_rows: KVRows, dtype: torch.dtype) -> KVRows:
+        """Find the rows of this pool and make masks of its dtype, once for all its layers."""
+        self.kv_rows = kv_rows
         for group in self.groups:
             rows_2rNG = kv_rows.of_slots(group.slots)
-            group.rows = rows_2rNG.transpose(2, 3).flatten()
+            group.rows = torch.from_numpy(rows_2rNG.transpose(0, 1, 3, 2).ravel())
             if group.is_real is not None:
-                hides = torch.zeros(group.is_real.shape, dtype=k_BGSD.dtype)
-                hides.masked_fill_(~group.is_real, float("-inf"))
-                group.mask = hides.repeat_interleave(kv_rows.num_heads, 0)[:, None, None]
+                hides = np.where(group.is_real, np.float32(0), np.float32(-np.inf))
+                hides = hides.repeat(kv_rows.num_heads, axis=0)[:, None, None]
+                group.mask = torch.from_numpy(hides).to(dtype)
         return kv_rows
 
 
@@ -90,9 +91,12 @@ def plan_decode(
 ) -> DecodePlan:
     """Once per step on the host. block_table [R, M], seq_lens [R]."""
     num_requests = len(seq_lens)
+    plan = DecodePlan(num_requests)
+    if num_requests and _is_one_group(seq_lens):
+        plan.groups.append(_group(None, block_table, seq_lens, block_size))
+        return plan
     by_length = np.argsort(-seq_lens, kind="stable")
     by_length = by_length[: np.count_nonzero(seq_lens)]
-    plan = DecodePlan(num_requests)
     while len(by_length):
         lengths = seq_lens[by_length].astype(np.int64)
         longest = int(lengths[0])
@@ -100,30 +104,36 @@ def plan_decode(
         size = int(np.searchsorted(padding, SPLIT_TOKENS, side="right"))
         size = min(size, max(GROUP_TOKENS // longest, 1))
         members = np.sort(by_length[:size])
-        plan.groups.append(
-            _group(members, num_requests, block_table[members], seq_lens[members], block_size)
-        )
+        plan.groups.append(_group(members, block_table[members], seq_lens[members], block_size))
         by_length = by_length[size:]
     return plan
 
 
+def _is_one_group(seq_lens: NDArray[np.int32]) -> bool:
+    padded_tokens = len(seq_lens) * int(seq_lens.max())
+    padding = padded_tokens - int(seq_lens.sum())
+    is_small = padded_tokens <= GROUP_TOKENS or len(seq_lens) == 1
+    return is_small and padding <= SPLIT_TOKENS and int(seq_lens.min()) > 0
+
+
 def _group(
-    members: NDArray[np.int64],
-    num_requests: int,
+    members: NDArray[np.int64] | None,
     block_table: NDArray[np.int32],
     seq_lens: NDArray[np.int32],
     block_size: int,
 ) -> DecodeGroup:
+    """Table and lengths are those of the members; None stands for the whole batch."""
     longest = int(seq_lens.max())
-    positions = np.arange(longest)
-    is_real = positions < seq_lens[:, None]
-    positions = np.where(is_real, positions, 0)
-    blocks = np.take_along_axis(block_table, positions // block_size, axis=1).astype(np.int64)
-    return DecodeGroup(
-        requests=None if len(members) == num_requests else torch.from_numpy(members),
-        slots=torch.from_numpy(blocks * block_size + positions % block_size),
-        is_real=None if is_real.all() else torch.from_numpy(is_real),
-    )
+    first_slots = block_table[:, : -(-longest // block_size)].astype(np.int64) * block_size
+    slots = (first_slots[:, :, None] + np.arange(block_size)).reshape(len(seq_lens), -1)[
+        :, :longest
+    ]
+    is_real = None
+    if int(seq_lens.min()) < longest:
+        is_real = np.arange(longest) < seq_lens[:, None]
+        slots = np.where(is_real, slots, slots[:, :1])
+    requests = None if members is None else torch.from_numpy(members)
+    return DecodeGroup(requests=requests, slots=slots, is_real=is_real)
 
 
 def paged_decode(
@@ -143,36 +153,48 @@ def paged_decode(
     Not checked: block ids in range. A row with seq_len 0 gives zeros; slots past a request's end
     are never read. Same answer as paged_decode_reference.
     """
-    kv_rows = plan.kv_rows or plan.bind(k_BGSD, v_BGSD)
+    kv_rows = plan.kv_rows or plan.bind(KVRows.of(k_BGSD, v_BGSD), k_BGSD.dtype)
     if q_RHD.shape[1] % kv_rows.num_heads:
         raise ValueError(
             f"{q_RHD.shape[1]} query heads are not a multiple of {kv_rows.num_heads} KV heads"
         )
     matrix = kv_rows.matrix(k_BGSD)
     if len(plan.groups) == 1 and plan.groups[0].requests is None:
-        return _attend(q_RHD, matrix, plan.groups[0], kv_rows.num_heads, scale)
+        group = plan.groups[0]
+        return attend_rows(q_RHD, matrix, group.rows, group.mask, kv_rows.num_heads, scale=scale)
     out_RHD = torch.zeros(q_RHD.shape, dtype=q_RHD.dtype)
     for group in plan.groups:
         q_rHD = q_RHD.index_select(0, group.requests)
-        attended_rHD = _attend(q_rHD, matrix, group, kv_rows.num_heads, scale)
+        attended_rHD = attend_rows(
+            q_rHD, matrix, group.rows, group.mask, kv_rows.num_heads, scale=scale
+        )
         out_RHD.index_copy_(0, group.requests, attended_rHD)
     return out_RHD
 
 
-def _attend(
-    q_rHD: Tensor, matrix: Tensor, group: DecodeGroup, num_kv_heads: int, scale: float
+def attend_rows(
+    q_rHD: Tensor,
+    matrix: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    num_kv_heads: int,
+    *,
+    scale: float,
 ) -> Tensor:
     """One attention for r * G (request, KV head) pairs; their query heads are attention's queries.
+
+    matrix, rows and mask are a layer's KVRows.matrix and a DecodeGroup's rows and mask: tensors
+    only, so that a graph can be made of it.
 
     Gathering first is not a detour: attention straight on the pool's blocks, one block a batch
     entry, took 112 us at 512 tokens, gathering (17 us) and attending (40 us) half of that.
     """
     num_requests, num_heads, head_dim = q_rHD.shape
     num_pairs = num_requests * num_kv_heads
-    kv = matrix.index_select(0, group.rows).view(2, num_pairs, 1, -1, head_dim)
+    kv = matrix.index_select(0, rows).view(2, num_pairs, 1, -1, head_dim)
     k_P1ND, v_P1ND = kv.unbind()
     q_P1hD = q_rHD.reshape(num_pairs, 1, num_heads // num_kv_heads, head_dim)
     out_P1hD = functional.scaled_dot_product_attention(
-        q_P1hD, k_P1ND, v_P1ND, attn_mask=group.mask, scale=scale
+        q_P1hD, k_P1ND, v_P1ND, attn_mask=mask, scale=scale
     )
     return out_P1hD.view(num_requests, num_heads, head_dim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -105,9 +106,10 @@ def _context(
 ) -> tuple[Tensor, Tensor]:
     """k and v [G, C, D] of the cached tokens."""
     kv_rows = KVRows.of(k_BGSD, v_BGSD)
-    positions = torch.arange(context_len)
-    slots = blocks.long()[positions // kv_rows.block_size] * kv_rows.block_size
-    rows = kv_rows.of_slots(slots + positions % kv_rows.block_size).transpose(1, 2).flatten()
+    positions = np.arange(context_len)
+    slots = blocks.numpy()[positions // kv_rows.block_size].astype(np.int64) * kv_rows.block_size
+    rows_2CG = kv_rows.of_slots(slots + positions % kv_rows.block_size)
+    rows = torch.from_numpy(rows_2CG.transpose(0, 2, 1).ravel())
     kv_2GCD = kv_rows.matrix(k_BGSD).index_select(0, rows)
     k_GCD, v_GCD = kv_2GCD.view(2, kv_rows.num_heads, context_len, -1)
     return k_GCD, v_GCD

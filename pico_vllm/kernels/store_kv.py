@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pico_vllm.kernels.kv_rows import KVRows
@@ -26,23 +29,33 @@ def store_kv_reference(
 class StorePlan:
     """Where a step's tokens go, the same in every layer."""
 
-    slots: Tensor
-    """[n] int64, without padding."""
+    slots: NDArray[np.int64]
+    """[n], without padding."""
     tokens: Tensor | None
     """[n] int64, tokens to write; None where all are."""
     kv_rows: KVRows | None = None
     k_rows: Tensor | None = None
     v_rows: Tensor | None = None
-    """[n * G] int64; made at the first layer, which brings the strides."""
+    """[n * G] int64."""
+
+    def bind(self, kv_rows: KVRows) -> KVRows:
+        """Find the rows of this pool, once for all its layers."""
+        self.kv_rows = kv_rows
+        k_rows, v_rows = kv_rows.of_slots(self.slots)
+        self.k_rows, self.v_rows = (
+            torch.from_numpy(k_rows.ravel()),
+            torch.from_numpy(v_rows.ravel()),
+        )
+        return kv_rows
 
 
 def plan_store(slot_mapping: Tensor) -> StorePlan:
-    """Once per step: finding the rows takes 40 us, a layer's write 8 us."""
-    is_padding = slot_mapping < 0
-    if not is_padding.any():
-        return StorePlan(slot_mapping, None)
-    tokens = (~is_padding).nonzero().squeeze(1)
-    return StorePlan(slot_mapping[tokens], tokens)
+    """Once per step. slot_mapping [T] int64 on the CPU."""
+    slots = slot_mapping.numpy()
+    if slots.size and slots.min() >= 0:
+        return StorePlan(slots, None)
+    tokens = np.flatnonzero(slots >= 0)
+    return StorePlan(slots[tokens], torch.from_numpy(tokens))
 
 
 def store_kv(
@@ -61,13 +74,17 @@ def store_kv(
     Not checked: two tokens with one slot. Same result as store_kv_reference.
     """
     plan = slots if isinstance(slots, StorePlan) else plan_store(slots)
-    if plan.kv_rows is None:
-        plan.kv_rows = KVRows.of(k_BGSD, v_BGSD)
-        plan.k_rows, plan.v_rows = plan.kv_rows.of_slots(plan.slots).flatten(1)
+    kv_rows = plan.kv_rows or plan.bind(KVRows.of(k_BGSD, v_BGSD))
     if plan.tokens is not None:
         k_TGD, v_TGD = k_TGD[plan.tokens], v_TGD[plan.tokens]
     assert plan.k_rows is not None and plan.v_rows is not None
+    store_rows(k_TGD, v_TGD, kv_rows.matrix(k_BGSD), plan.k_rows, plan.v_rows)
+
+
+def store_rows(
+    k_TGD: Tensor, v_TGD: Tensor, matrix: Tensor, k_rows: Tensor, v_rows: Tensor
+) -> None:
+    """store_kv for a layer's KVRows.matrix and a plan's rows: tensors only, as a graph needs."""
     head_dim = k_TGD.shape[2]
-    matrix = plan.kv_rows.matrix(k_BGSD)
-    matrix.index_copy_(0, plan.k_rows, k_TGD.reshape(-1, head_dim))
-    matrix.index_copy_(0, plan.v_rows, v_TGD.reshape(-1, head_dim))
+    matrix.index_copy_(0, k_rows, k_TGD.reshape(-1, head_dim))
+    matrix.index_copy_(0, v_rows, v_TGD.reshape(-1, head_dim))
