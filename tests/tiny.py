@@ -206,7 +206,7 @@ def random_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, 256, length).tolist() for length in lengths]
 
 
-def greedy(max_tokens: int, **others: Any) -> SamplingParams:
+def greedy(max_tokens: int | None, **others: Any) -> SamplingParams:
     """Greedy to the last token, whatever it is."""
     return SamplingParams(
         **({"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | others)
