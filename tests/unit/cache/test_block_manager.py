@@ -1,0 +1,258 @@
+"""BlockManager against a brute-force model, and the KV pool's copies with real bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pico_vllm.cache.block_manager import NULL_BLOCK, BlockCopy, BlockManager
+from pico_vllm.cache.kv_pool import PagedKV
+from pico_vllm.config.model import ModelConfig
+
+Holder = tuple[int, ...]
+"""Blocks of one request, as ids."""
+
+
+class BlockMachine(RuleBasedStateMachine):
+    """Holders allocate, share, swap and free. The model: a plain list of what each holds, and for
+    each block the tokens written to it, found again by physical address."""
+
+    @initialize(num_device=st.integers(1, 9), num_host=st.integers(0, 5))
+    def start(self, num_device: int, num_host: int) -> None:
+        self.manager = BlockManager(num_device, num_host)
+        self.num_device, self.num_host = num_device, num_host
+        self.holders: list[list[int]] = []
+        self.on_device: dict[int, bool] = {}
+        self.content: dict[int, int] = {}
+        self.memory: dict[tuple[bool, int], int] = {}
+        self.num_written = 0
+
+    # What the model knows.
+
+    def live(self) -> Counter[int]:
+        return Counter(block for holder in self.holders for block in holder)
+
+    def num_free(self, *, device: bool) -> int:
+        size = self.num_device if device else self.num_host
+        return size - sum(self.on_device[block] is device for block in self.live())
+
+    def state(self) -> Any:
+        """All that a failing call must leave alone."""
+        blocks = self.manager._blocks.items()
+        return (
+            {i: (b.ref_count, b.is_on_device, b.physical_id) for i, b in blocks},
+            sorted(self.manager._free_device),
+            sorted(self.manager._free_host),
+        )
+
+    def address(self, block: int) -> tuple[bool, int]:
+        return (self.on_device[block], self.manager._blocks[block].physical_id)
+
+    # Rules.
+
+    @rule(count=st.integers(0, 5))
+    def allocate(self, count: int) -> None:
+        before, free = self.state(), self.num_free(device=True)
+        blocks = self.manager.allocate(count)
+        if count > free:
+            assert blocks is None and self.state() == before
+            return
+        assert blocks is not None and len(set(blocks)) == len(blocks) == count
+        assert not set(blocks) & set(self.live()), "an id in use was given again"
+        self.holders.append(list(blocks))
+        for block in blocks:
+            self.on_device[block] = True
+            self.num_written += 1
+            self.content[block] = self.memory[self.address(block)] = self.num_written
+        assert NULL_BLOCK not in self.manager.device_ids(blocks)
+
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        if self.holders:
+            blocks = data.draw(st.sampled_from(self.holders))
+            kept = blocks[: data.draw(st.integers(0, len(blocks)))]
+            self.manager.share(kept)
+            self.holders.append(list(kept))
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if self.holders:
+            index = data.draw(st.integers(0, len(self.holders) - 1))
+            self.manager.free(self.holders.pop(index))
+
+    @rule(data=st.data())
+    def free_the_end(self, data: st.DataObject) -> None:
+        if self.holders:
+            blocks = data.draw(st.sampled_from(self.holders))
+            count = data.draw(st.integers(0, len(blocks)))
+            tail = blocks[len(blocks) - count :]
+            del blocks[len(blocks) - count :]
+            self.manager.free(tail)
+
+    @rule(data=st.data(), to_device=st.booleans())
+    def swap(self, data: st.DataObject, to_device: bool) -> None:
+        movable = sorted(b for b in self.live() if self.on_device[b] is not to_device)
+        if not movable:
+            return
+        blocks = data.draw(st.lists(st.sampled_from(movable), unique=True))
+        before = self.state()
+        room = self.num_free(device=to_device)
+        copies = self.manager.swap_in(blocks) if to_device else self.manager.swap_out(blocks)
+        if len(blocks) > room:
+            assert copies is None and self.state() == before
+            return
+        assert copies is not None and len(copies) == len(blocks)
+        moved = {
+            (to_device, copy.target): self.memory[(not to_device, copy.source)] for copy in copies
+        }
+        assert len(moved) == len(copies)
+        self.memory |= moved
+        for block in blocks:
+            self.on_device[block] = to_device
+
+    # Invariants.
+
+    @invariant()
+    def books_are_in_order(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        manager, live = self.manager, self.live()
+        manager.check_invariants()
+        assert {block: manager.ref_count(block) for block in live} == dict(live)
+        assert set(manager._blocks) == set(live)
+        assert {block: manager.is_on_device(block) for block in live} == {
+            block: self.on_device[block] for block in live
+        }
+        assert manager.num_free_device_blocks == self.num_free(device=True)
+        assert manager.num_free_host_blocks == self.num_free(device=False)
+        for gone in set(self.content) - set(live):
+            assert manager.ref_count(gone) == 0
+
+    @invariant()
+    def every_block_holds_what_was_written(self) -> None:
+        if hasattr(self, "manager"):
+            for block in self.live():
+                assert self.memory[self.address(block)] == self.content[block]
+
+
+TestBlockMachine = BlockMachine.TestCase
+TestBlockMachine.settings = settings(
+    max_examples=300,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def test_lowest_free_block_first() -> None:
+    """Blocks come in rising order from 1 on, and freed ones are taken again before higher ones."""
+    manager = BlockManager(5)
+    blocks = manager.allocate(4)
+    assert blocks is not None and manager.device_ids(blocks) == [1, 2, 3, 4]
+    manager.free([blocks[2], blocks[0]])
+    again = manager.allocate(3)
+    assert again is not None and manager.device_ids(again) == [1, 3, 5]
+    assert manager.allocate(1) is None
+
+
+def test_misuse_is_caught() -> None:
+    """Freeing twice, sharing or asking for a block that is gone, and computing on a host block are
+    errors of ours and never pass in silence."""
+    manager = BlockManager(2, 2)
+    (block,) = manager.allocate(1) or []
+    manager.free([block])
+    for misuse in (manager.free, manager.share, manager.device_ids, manager.swap_out):
+        with pytest.raises(KeyError):
+            misuse([block])
+    (block,) = manager.allocate(1) or []
+    assert manager.swap_out([block]) is not None
+    for misuse in (manager.device_ids, manager.swap_out):
+        with pytest.raises(AssertionError):
+            misuse([block])
+    with pytest.raises(AssertionError):
+        manager.swap_in([block, block])
+
+
+# The bytes.
+
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 8,
+        "hidden_size": 12,
+        "intermediate_size": 8,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+)
+
+
+def pools(num_device: int = 6, num_host: int = 5) -> PagedKV:
+    """Pools in which every element has another value."""
+    kv = PagedKV(
+        CONFIG,
+        num_device_blocks=num_device,
+        num_host_blocks=num_host,
+        block_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    kv.device_pool.copy_(torch.arange(kv.device_pool.numel()).view(kv.device_pool.shape))
+    kv.host_pool.copy_(-torch.arange(1, kv.host_pool.numel() + 1).view(kv.host_pool.shape))
+    return kv
+
+
+def test_pool_layout() -> None:
+    """The pool is [blocks + null block, KV heads, layers, K and V, slots, head dim], a block one
+    piece of memory."""
+    kv = pools()
+    assert kv.device_pool.shape == (7, 2, 3, 2, 4, 6)
+    assert kv.device_pool.is_contiguous() and kv.host_pool.shape[0] == 5
+
+
+@pytest.mark.parametrize("ids", [[], [1], [6, 1, 3]])
+def test_copies_move_bytes(ids: list[int]) -> None:
+    """copy_out and copy_in write exactly the named blocks, byte for byte, and touch no other."""
+    kv = pools()
+    device, host = kv.device_pool.clone(), kv.host_pool.clone()
+    out = [BlockCopy(source, target) for source, target in zip(ids, (4, 0, 2), strict=False)]
+    kv.copy_out(out)
+    expected = host.clone()
+    for copy in out:
+        expected[copy.target] = device[copy.source]
+    assert torch.equal(kv.host_pool, expected) and torch.equal(kv.device_pool, device)
+    back = [BlockCopy(source, target) for source, target in zip((3, 1, 4), ids, strict=False)]
+    kv.copy_in(back)
+    expected_device = device.clone()
+    for copy in back:
+        expected_device[copy.target] = expected[copy.source]
+    assert torch.equal(kv.device_pool, expected_device) and torch.equal(kv.host_pool, expected)
+
+
+def test_swapped_blocks_keep_their_values() -> None:
+    """Out and in again, with other blocks taking the freed places between, the values are the
+    same."""
+    kv, manager = pools(4, 4), BlockManager(4, 4)
+    blocks = manager.allocate(3) or []
+    values = kv.device_pool[manager.device_ids(blocks)].clone()
+    copies = manager.swap_out(blocks)
+    assert copies is not None
+    kv.copy_out(copies)
+    others = manager.allocate(1) or []
+    kv.device_pool[manager.device_ids(others)] = 7.0
+    kv.device_pool[1:][kv.device_pool[1:] != 7.0] = 9.0
+    copies = manager.swap_in(blocks)
+    assert copies is not None
+    kv.copy_in(copies)
+    assert torch.equal(kv.device_pool[manager.device_ids(blocks)], values)
+    assert bool((kv.device_pool[manager.device_ids(others)] == 7.0).all())
