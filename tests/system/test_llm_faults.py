@@ -22,6 +22,13 @@ from pico_vllm.engine import output_processor
 from pico_vllm.errors import ConfigError, InvalidRequestError, ModelLoadError, PicoError
 
 
+@pytest.fixture(scope="module")
+def llm(tiny_model: TinyModel) -> Iterator[LLM]:
+    """Fixture T with every step run op by op, so that faults can be planted in its forward."""
+    with LLM(str(tiny_model.folder), cpu_graph="off", **FIXTURE_T) as engine:
+        yield engine
+
+
 @pytest.fixture(autouse=True)
 def canary_after(llm: LLM, tiny_model: TinyModel) -> Iterator[None]:
     """Whatever the test did, the engine goes on, holds nothing, and gives the known answer."""
