@@ -1,0 +1,431 @@
+"""The scheduler alone, over a fake runner whose every token depends on every block being right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_runner import FakeRunner, expected_answer, make_request
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pico_vllm.cache.block_manager import BlockManager
+from pico_vllm.outputs import StepEvents
+from pico_vllm.request import FinishReason, Request, RequestStatus
+from pico_vllm.scheduler.queues import WaitingQueue
+from pico_vllm.scheduler.scheduler import Scheduler
+from pico_vllm.step import BAD_LOGITS, NO_TOKEN, StepPlan, StepResult
+
+
+class World:
+    """Scheduler and runner, with the rules that every plan must obey checked at every step."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 8,
+        block_size: int = 16,
+        max_num_seqs: int = 4,
+        budget: int = 64,
+        keeps_kv: bool = True,
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.max_num_seqs, self.budget, self.keeps_kv = max_num_seqs, budget, keeps_kv
+        self.blocks = BlockManager(num_blocks)
+        self.scheduler = Scheduler(
+            self.blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            keeps_kv=keeps_kv,
+        )
+        self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, keeps_kv=keeps_kv)
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.first_scheduled: list[str] = []
+
+    def add(self, prompt_len: int, max_tokens: int, **others: Any) -> Request:
+        number = len(self.requests)
+        prompt = np.random.default_rng(number).integers(0, 1000, prompt_len).tolist()
+        request = make_request(number, prompt, max_tokens, **others)
+        self.requests[request.request_id] = request
+        self.answers[request.request_id] = []
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        is_aborted = self.scheduler.abort(request_id)
+        assert is_aborted is (request_id in self.requests and request_id not in self.ended)
+        if is_aborted:
+            self.ended[request_id] = FinishReason.ABORT
+        return is_aborted
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self.scheduler_invariants(committed=False)
+        if plan is None:
+            assert not self.unfinished(), "nothing to do with requests left"
+            return None
+        self.check_plan(plan)
+        return plan
+
+    def step(self) -> StepEvents:
+        plan = self.plan()
+        if plan is None:
+            return StepEvents()
+        events = self.scheduler.commit(plan, self.runner.run(plan))
+        self.take(events)
+        self.scheduler_invariants(committed=True)
+        return events
+
+    def take(self, events: StepEvents) -> None:
+        for request_id, token_id, reason in zip(
+            events.request_ids, events.token_ids, events.finish_reasons, strict=True
+        ):
+            assert request_id not in self.ended, "an event after the last one"
+            if token_id >= 0:
+                self.answers[request_id].append(token_id)
+            if reason is not None:
+                self.ended[request_id] = reason
+
+    def run(self) -> int:
+        num_steps = 0
+        while self.scheduler.has_work():
+            self.step()
+            num_steps += 1
+            assert num_steps < 10_000
+        return num_steps
+
+    def unfinished(self) -> set[str]:
+        return set(self.requests) - set(self.ended)
+
+    def check_plan(self, plan: StepPlan) -> None:
+        num_requests = len(plan.request_ids)
+        assert len(set(plan.request_ids)) == num_requests <= self.max_num_seqs
+        assert len(set(plan.rows.tolist())) == num_requests
+        assert int(plan.query_lens.min()) > 0
+        if self.keeps_kv:
+            assert plan.num_tokens <= self.budget
+        requests = [self.requests[request_id] for request_id in plan.request_ids]
+        # Decode rows first; after them prompts in order of arrival.
+        is_decode = [request.status is RequestStatus.DECODING for request in requests]
+        if self.keeps_kv:
+            assert is_decode == [True] * plan.num_decodes + [False] * (
+                num_requests - plan.num_decodes
+            )
+            assert set(plan.query_lens[: plan.num_decodes].tolist()) <= {1}
+            prefills = [int(r.request_id[1:]) for r in requests[plan.num_decodes :]]
+            assert prefills == sorted(prefills)
+            # No decode row waits.
+            running = self.scheduler._running.values()
+            decoding = [r.request_id for r in running if r.status is RequestStatus.DECODING]
+            assert list(plan.request_ids[: plan.num_decodes]) == decoding
+        for index, request in enumerate(requests):
+            end = int(plan.context_lens[index] + plan.query_lens[index])
+            assert end <= request.num_tokens
+            assert bool(plan.is_sampled[index]) is (end == request.num_tokens)
+            assert int(plan.context_lens[index]) == request.num_computed_tokens
+            assert len(request.block_ids) == -(-end // self.block_size)
+        self.first_scheduled += [
+            request_id for request_id in plan.request_ids if request_id not in self.first_scheduled
+        ]
+
+    def scheduler_invariants(self, *, committed: bool) -> None:
+        if committed:
+            self.scheduler.check_invariants()
+        else:
+            self.blocks.check_invariants()
+
+    def check_done(self) -> None:
+        """Everything finished as it should and nothing is held."""
+        assert not self.unfinished()
+        self.scheduler.check_invariants()
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert self.blocks.num_free_device_blocks == self.num_blocks
+        assert len(self.scheduler._free_rows) == self.max_num_seqs
+        for request_id, request in self.requests.items():
+            answer, wanted = self.answers[request_id], expected_answer(request)
+            if self.ended[request_id] is FinishReason.ABORT:
+                assert answer == wanted[: len(answer)]
+                continue
+            assert answer == wanted == request.output_token_ids
+            is_stop = answer[-1] in request.stop_token_ids
+            is_stop = is_stop and len(answer) > request.params.min_tokens
+            assert self.ended[request_id] is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+            assert request.finish_reason is self.ended[request_id]
+            assert request.stop_token_id == (answer[-1] if is_stop else None)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts and steps in a random pool."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 3, 8, 16]),
+        num_blocks=st.integers(2, 12),
+        max_num_seqs=st.integers(1, 5),
+        spare=st.integers(0, 20),
+        keeps_kv=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self, block_size: int, num_blocks: int, max_num_seqs: int, spare: int, keeps_kv: bool
+    ) -> None:
+        self.world = World(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            budget=max_num_seqs + spare,
+            keeps_kv=keeps_kv,
+        )
+        self.num_tokens = num_blocks * block_size
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        prompt_len = data.draw(st.integers(1, self.num_tokens - 1))
+        max_tokens = data.draw(st.integers(1, self.num_tokens - prompt_len))
+        stop = data.draw(st.sampled_from([(), tuple(range(0, 1000, 9))]))
+        min_tokens = data.draw(st.integers(0, max_tokens)) if stop else 0
+        self.world.add(prompt_len, max_tokens, stop=stop, min_tokens=min_tokens)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        names = [*self.world.requests, "unknown"]
+        self.world.abort(data.draw(st.sampled_from(names)))
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule(data=st.data())
+    def abort_amid_a_step(self, data: st.DataObject) -> None:
+        """Between plan and commit, as a client that leaves while the device computes."""
+        plan = self.world.plan()
+        if plan is not None:
+            result = self.world.runner.run(plan)
+            for request_id in data.draw(st.lists(st.sampled_from(plan.request_ids), unique=True)):
+                self.world.abort(request_id)
+            self.world.take(self.world.scheduler.commit(plan, result))
+            self.world.scheduler_invariants(committed=True)
+
+    @invariant()
+    def in_order(self) -> None:
+        if hasattr(self, "world"):
+            self.world.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.run()
+            self.world.check_done()
+            order = [int(request_id[1:]) for request_id in self.world.first_scheduled]
+            assert order == sorted(order), "first come, first served"
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@pytest.mark.parametrize("prompt_len", [15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("budget", [64, 16, 5])
+def test_lengths_on_block_boundaries(prompt_len: int, budget: int) -> None:
+    """At every step a request has ceil(tokens / block size) blocks, each token goes to the slot
+    that the table says, none is written twice, and the answer is right."""
+    for max_tokens in range(1, 34):
+        world = World(budget=budget)
+        request = world.add(prompt_len, max_tokens)
+        written: list[int] = []
+        table: list[int] = []
+        while world.scheduler.has_work():
+            plan = world.plan()
+            assert plan is not None
+            table += [i for new in plan.new_blocks for i in new.block_ids]
+            result = world.runner.run(plan)
+            written += world.runner.slots[0]
+            assert len(request.block_ids) == len(table) == -(-len(written) // 16)
+            world.take(world.scheduler.commit(plan, result))
+            world.scheduler_invariants(committed=True)
+        # The last token is chosen and never computed.
+        num_tokens = prompt_len + max_tokens - 1
+        assert written == [table[p // 16] * 16 + p % 16 for p in range(num_tokens)]
+        world.check_done()
+
+
+def test_the_whole_pool_for_one_request() -> None:
+    """A request that takes every token of the pool finishes; the next one comes after it."""
+    world = World(num_blocks=8)
+    world.add(127, 1)
+    world.add(1, 127)
+    world.add(64, 64)
+    world.add(3, 3)
+    world.run()
+    world.check_done()
+
+
+def test_a_request_larger_than_the_pool_is_our_error() -> None:
+    """The engine refuses such a request; should one come through, add says so at once and does not
+    wait for ever."""
+    world = World(num_blocks=8)
+    with pytest.raises(AssertionError):
+        world.add(128, 1)
+
+
+def test_two_long_requests_and_short_ones() -> None:
+    """Two requests that together exceed the pool, and short ones behind: all finish, the oldest
+    first, in no more steps than one after another."""
+    world = World(num_blocks=8)
+    for prompt_len, max_tokens in [(40, 80), (40, 80), (3, 5), (4, 5), (5, 5), (6, 5)]:
+        world.add(prompt_len, max_tokens)
+    num_steps = world.run()
+    world.check_done()
+    assert num_steps <= 80 + 80 + 4 * 5
+    assert next(iter(world.ended)) == "r0"
+
+
+def test_nobody_overtakes_the_head_of_the_line() -> None:
+    """A short request behind one that waits for blocks waits too, so that the long one's turn
+    comes."""
+    world = World(num_blocks=8, max_num_seqs=4)
+    world.add(60, 20)
+    world.add(60, 60)
+    world.add(1, 1)
+    world.step()
+    assert world.scheduler.num_running == 1 and world.scheduler.num_waiting == 2
+    world.run()
+    world.check_done()
+    assert world.first_scheduled == ["r0", "r1", "r2"]
+
+
+def test_decode_rows_come_before_prompts() -> None:
+    """A long prompt is cut into chunks beside decoding requests, which get their token at every
+    step."""
+    world = World(num_blocks=16, budget=8)
+    world.add(2, 30)
+    world.add(2, 30)
+    world.step()
+    world.add(60, 2)
+    gaps = []
+    for _ in range(12):
+        events = world.step()
+        gaps.append(events.request_ids)
+    assert all(request_ids[:2] == ("r0", "r1") for request_ids in gaps)
+    assert [len(request_ids) for request_ids in gaps] == [2] * 9 + [3, 3, 2]
+    world.run()
+    world.check_done()
+
+
+def test_the_budget_is_used_up() -> None:
+    """Prompts fill the budget to the last token, across requests."""
+    world = World(num_blocks=16, budget=20)
+    for _ in range(3):
+        world.add(15, 4)
+    query_lens = []
+    for _ in range(3):
+        plan = world.plan()
+        assert plan is not None
+        query_lens.append(plan.query_lens.tolist())
+        world.take(world.scheduler.commit(plan, world.runner.run(plan)))
+    assert query_lens == [[15, 5], [1, 10, 9], [1, 1, 6]]
+    world.run()
+    world.check_done()
+
+
+def test_abort_is_idempotent() -> None:
+    """Aborting a waiting, running, finished or unknown request, and again, says whether it did
+    anything and never frees twice."""
+    world = World(max_num_seqs=1, num_blocks=8)
+    running, waiting = world.add(5, 20), world.add(5, 20)
+    world.step()
+    for request in (running, waiting):
+        assert world.abort(request.request_id) is True
+        assert world.abort(request.request_id) is False
+        assert request.finish_reason is FinishReason.ABORT
+        assert (request.block_ids, request.row) == ([], -1)
+    assert world.abort("nobody") is False
+    done = world.add(5, 1)
+    world.run()
+    assert world.abort(done.request_id) is False
+    world.check_done()
+
+
+def test_an_abort_amid_a_step_yields_no_event() -> None:
+    """A request aborted between plan and commit has no event in that step, and its blocks are free
+    after it."""
+    world = World()
+    aborted, kept = world.add(5, 20), world.add(6, 20)
+    world.step()
+    plan = world.plan()
+    assert plan is not None
+    result = world.runner.run(plan)
+    world.abort(aborted.request_id)
+    events = world.scheduler.commit(plan, result)
+    world.take(events)
+    assert events.request_ids == (kept.request_id,)
+    world.scheduler_invariants(committed=True)
+    world.run()
+    world.check_done()
+
+
+def test_bad_logits_end_one_request() -> None:
+    """BAD_LOGITS ends its request with reason error and no token, and nobody else's."""
+    world = World()
+    hit, other = world.add(5, 20), world.add(6, 20)
+    world.step()
+    plan = world.plan()
+    assert plan is not None
+    result = world.runner.run(plan)
+    token_ids = result.token_ids.copy()
+    token_ids[0] = BAD_LOGITS
+    events = world.scheduler.commit(plan, StepResult(token_ids=token_ids))
+    world.take(events)
+    assert events.finish_reasons == (FinishReason.ERROR, None)
+    assert len(hit.output_token_ids) == 1 and hit.finish_reason is FinishReason.ERROR
+    world.run()
+    assert world.answers[other.request_id] == expected_answer(other)
+    assert world.blocks.num_free_device_blocks == world.num_blocks
+
+
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_a_failed_step(has_plan: bool) -> None:
+    """fail ends the requests of the plan, or all that run where none was made, and those that wait
+    are served next."""
+    world = World(max_num_seqs=2)
+    for length in (5, 6, 7):
+        world.add(length, 9)
+    world.step()
+    plan = world.plan()
+    events = world.scheduler.fail(plan if has_plan else None)
+    assert events.request_ids == ("r0", "r1")
+    assert events.finish_reasons == (FinishReason.ERROR,) * 2
+    assert set(events.token_ids) == {NO_TOKEN}
+    world.take(events)
+    world.scheduler_invariants(committed=True)
+    assert world.blocks.num_free_device_blocks == world.num_blocks
+    world.run()
+    assert world.answers["r2"] == expected_answer(world.requests["r2"])
+
+
+def test_requests_share_no_lists() -> None:
+    """Two requests never have one list for outputs or blocks."""
+    a, b = make_request(0, [1], 1), make_request(1, [1], 1)
+    assert a.output_token_ids is not b.output_token_ids
+    assert a.block_ids is not b.block_ids
+
+
+def test_waiting_queue() -> None:
+    """The line is first come, first served, and one can leave it from anywhere."""
+    queue = WaitingQueue()
+    requests = [make_request(number, [1], 1) for number in range(4)]
+    for request in requests:
+        queue.push(request)
+    assert queue.remove("r1") is requests[1]
+    assert queue.remove("r1") is None
+    assert queue.peek() is requests[0] and len(queue) == 3
+    assert [queue.pop() for _ in range(3)] == [requests[0], requests[2], requests[3]]
+    assert len(queue) == 0
