@@ -99,13 +99,13 @@ def _check_windows(llm: LLM, workloads: list[Workload]) -> None:
 
 
 def _peers(llm: LLM, workloads: list[Workload], names: tuple[str, ...] | list[str]) -> list[Any]:
-    import torch
+    from pico_vllm.engine.loading import TORCH_DTYPES
 
     peers: list[Any] = []
     if "transformers" in names:
         from pico_vllm.bench.peers.transformers import TransformersEngine
 
-        peers.append(TransformersEngine(llm.config, getattr(torch, llm.config.dtype)))
+        peers.append(TransformersEngine(llm.config, TORCH_DTYPES[llm.config.dtype]))
     if "llama-cpp" in names:
         from pico_vllm.bench.peers.llama_cpp import LlamaCppEngine
 
