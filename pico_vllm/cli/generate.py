@@ -63,7 +63,7 @@ def generate(
         answer = stream_answer(llm, prompt_token_ids, sampling, show)
     if is_json:
         described = {"model": engine.model, "prompt": prompt, **_describe(answer, load_s)}
-        print(json.dumps(described, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(described, allow_nan=False))
         return
     if is_streamed:
         write_answer("\n")

@@ -115,12 +115,17 @@ def _set_up_output(is_debug: bool) -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s") if is_debug else _OneLine())
+    if is_debug:
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    else:
+        handler.setFormatter(_OneLine())
+        # Whoever asked is told of the failure too: one line is enough.
+        handler.addFilter(lambda record: not record.exc_info)
     logging.basicConfig(level=logging.INFO if is_debug else logging.WARNING, handlers=[handler])
 
 
 class _OneLine(logging.Formatter):
-    """Level and message; no traceback, which --debug is for."""
+    """Level and message, as an error looks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {one_line(record.getMessage())}"
