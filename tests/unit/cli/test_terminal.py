@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from pico_vllm.cli.terminal import printable, write_answer
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("tab\tand\nnewline", "tab\tand\nnewline"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("\x9b31m \x7f \x00", "\\x9b31m \\x7f \\x00"),
+        ("a\r\nb\rc", "a\nbc"),
+        ("žluťoučký 🐎 \xa0", "žluťoučký 🐎 \xa0"),
+    ],
+)
+def test_control_characters_become_visible(text: str, shown: str) -> None:
+    """Only newline and tab pass; other scripts are untouched."""
+    assert printable(text) == shown
+
+
+def test_answers_are_made_harmless_for_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file gets what the model wrote, a terminal nothing that drives it."""
+    screen, file = Screen(), io.StringIO()
+    for stream in (screen, file):
+        monkeypatch.setattr(sys, "stdout", stream)
+        write_answer("\x1b[31mred")
+    assert (screen.getvalue(), file.getvalue()) == ("\\x1b[31mred", "\x1b[31mred")
