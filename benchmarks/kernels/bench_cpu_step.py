@@ -95,16 +95,18 @@ class Step:
 
         for name in LINEARS:
             found[name] = (L, linears(name))
-        qk, v = self.heads_TND[:, : H + G], self.heads_TND[:, H + G :]
+        qk = self.heads_TND[:, : H + G]
         found |= {
             "norms and adds": (
                 2 * L,
-                lambda: [self.norm.add(self.x_TE, self.x_TE) for _ in range(2 * L)],
+                lambda: [self.add_norm(self.x_TE, self.x_TE) for _ in range(2 * L)],
             ),
             "rope": (L, lambda: [apply_rope(qk, *self.cos_sin) for _ in range(L)]),
             "store": (
                 L,
-                lambda: [store_kv(qk[:, H:], v, k, w, self.store_plan) for k, w in self.kv],
+                lambda: [
+                    store_kv(self.heads_TND[:, H:], k, w, self.store_plan) for k, w in self.kv
+                ],
             ),
             "attention": (L, lambda: [self.attend(qk[:, :H], layer) for layer in range(L)]),
             "silu_mul": (L, lambda: [silu_mul(self.gate_up_TF2) for _ in range(L)]),
@@ -113,21 +115,25 @@ class Step:
         }
         return found
 
+    def add_norm(self, residual_TE: Tensor, delta_TE: Tensor) -> tuple[Tensor, Tensor]:
+        new_residual_TE = residual_TE + delta_TE
+        return new_residual_TE, self.norm(new_residual_TE)
+
     def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
         return paged_decode(q_RHD, *self.kv[layer], self.decode_plan, scale=D**-0.5)
 
     def run(self) -> Tensor:
         self.begin()
         num_rows = self.x_TE.shape[0]
-        residual_TE, x_TE = self.norm.add(self.x_TE, self.x_TE)
+        residual_TE, x_TE = self.add_norm(self.x_TE, self.x_TE)
         for layer in range(L):
             heads = self.linears["qkv"][layer](x_TE).view(num_rows, H + 2 * G, D)
-            rotated = apply_rope(heads[:, : H + G], *self.cos_sin)
-            store_kv(rotated[:, H:], heads[:, H + G :], *self.kv[layer], self.store_plan)
-            attended = self.attend(rotated[:, :H], layer).view(num_rows, H * D)
-            residual_TE, x_TE = self.norm.add(residual_TE, self.linears["o"][layer](attended))
+            heads[:, : H + G].copy_(apply_rope(heads[:, : H + G], *self.cos_sin))
+            store_kv(heads[:, H:], *self.kv[layer], self.store_plan)
+            attended = self.attend(heads[:, :H], layer).view(num_rows, H * D)
+            residual_TE, x_TE = self.add_norm(residual_TE, self.linears["o"][layer](attended))
             hidden = silu_mul(self.linears["gate_up"][layer](x_TE))
-            residual_TE, x_TE = self.norm.add(residual_TE, self.linears["down"][layer](hidden))
+            residual_TE, x_TE = self.add_norm(residual_TE, self.linears["down"][layer](hidden))
         return self.head(x_TE)
 
 

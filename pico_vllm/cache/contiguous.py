@@ -45,7 +45,8 @@ class NoKVStep:
         self._lengths = batch.query_lens.tolist()
         self._scale = scale
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor:
+        k_TGD, v_TGD = kv_TJD.chunk(2, dim=1)
         requests = zip(*(x.split(self._lengths) for x in (q_THD, k_TGD, v_TGD)), strict=True)
         return torch.cat([causal_attention(q, k, v, scale=self._scale) for q, k, v in requests])
 
@@ -90,7 +91,8 @@ class ContiguousStep:
         )
         self._scale = scale
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor:
+        k_TGD, v_TGD = kv_TJD.chunk(2, dim=1)
         outputs = []
         start = 0
         for row, context_len, query_len in self._rows:

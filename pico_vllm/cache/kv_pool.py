@@ -86,11 +86,10 @@ class PagedKV:
         is_one_group = len(decode.groups) == 1 and decode.groups[0].requests is None
         if n == batch.num_tokens and is_one_group and store.tokens is None:
             group = decode.groups[0]
-            assert store.k_rows is not None and store.v_rows is not None and group.rows is not None
+            assert store.rows is not None and group.rows is not None
             return DecodeStep(
                 matrices=self._matrices,
-                k_rows=store.k_rows,
-                v_rows=store.v_rows,
+                new_rows=store.rows,
                 rows=group.rows,
                 mask=group.mask,
                 num_kv_heads=self._num_kv_heads,
@@ -123,9 +122,8 @@ class DecodeStep:
 
     matrices: list[Tensor]
     """Of each layer, see KVRows."""
-    k_rows: Tensor
-    v_rows: Tensor
-    """[R * G] int64, where the new token's KV goes."""
+    new_rows: Tensor
+    """[R * 2 G] int64, where the new token's KV goes."""
     rows: Tensor
     """[2 * R * G * N] int64, what attention reads; N is the longest of the R lengths."""
     mask: Tensor | None
@@ -133,9 +131,9 @@ class DecodeStep:
     num_kv_heads: int
     scale: float
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor:
         matrix = self.matrices[layer]
-        store_rows(k_TGD, v_TGD, matrix, self.k_rows, self.v_rows)
+        store_rows(kv_TJD, matrix, self.new_rows)
         return attend_rows(q_THD, matrix, self.rows, self.mask, self.num_kv_heads, scale=self.scale)
 
 
@@ -156,14 +154,15 @@ class PagedStep:
         self._decode = decode
         self._scale = scale
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor:
         """Write this step's KV of one layer, then attend over it and over what was cached.
 
         Returns [T, H, D].
         """
         batch = self._batch
         k_BGSD, v_BGSD = self._layers[layer]
-        store_kv(k_TGD, v_TGD, k_BGSD, v_BGSD, self._store)
+        store_kv(kv_TJD, k_BGSD, v_BGSD, self._store)
+        k_TGD, v_TGD = kv_TJD.chunk(2, dim=1)
         n = batch.num_decodes
         parts = []
         if n > 0:

@@ -54,17 +54,14 @@ class CpuGraphs:
         def run(
             token_ids: Tensor,
             positions: Tensor,
-            k_rows: Tensor,
-            v_rows: Tensor,
+            new_rows: Tensor,
             rows: Tensor,
             matrices: list[Tensor],
             mask: Tensor | None = None,
         ) -> Tensor:
             return self._forward(
                 replace(batch, token_ids=token_ids, positions=positions),
-                replace(
-                    step, k_rows=k_rows, v_rows=v_rows, rows=rows, matrices=matrices, mask=mask
-                ),
+                replace(step, new_rows=new_rows, rows=rows, matrices=matrices, mask=mask),
             )
 
         inputs = _inputs(batch, step)
@@ -86,12 +83,5 @@ class CpuGraphs:
 
 def _inputs(batch: ForwardBatch, step: DecodeStep) -> tuple[Tensor | list[Tensor], ...]:
     """All that changes from step to step, and the pool, which is too large for a constant."""
-    tensors = (
-        batch.token_ids,
-        batch.positions,
-        step.k_rows,
-        step.v_rows,
-        step.rows,
-        step.matrices,
-    )
+    tensors = (batch.token_ids, batch.positions, step.new_rows, step.rows, step.matrices)
     return tensors if step.mask is None else (*tensors, step.mask)

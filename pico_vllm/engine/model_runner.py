@@ -25,7 +25,7 @@ of them and what malloc keeps it comes to some 40 MiB; chunks of 64 MiB came to 
 
 
 class KVStep(Protocol):
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor: ...
+    def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor: ...
 
 
 class KVCache(Protocol):

@@ -1,6 +1,6 @@
 """Write the keys and values of this step's tokens into the KV pool.
 
-T tokens this step, G KV heads, D head dim, B blocks in pool, S block_size
+T tokens this step, G KV heads, J = 2 G, D head dim, B blocks in pool, S block_size
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pico_vllm.kernels.kv_rows import KVRows
 
 
 def store_kv_reference(
-    k_TGD: Tensor, v_TGD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slot_mapping: Tensor
+    kv_TJD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slot_mapping: Tensor
 ) -> None:
-    block_size = k_BGSD.shape[2]
+    num_kv_heads, block_size = k_BGSD.shape[1:3]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            k_BGSD[slot // block_size, :, slot % block_size] = k_TGD[token]
-            v_BGSD[slot // block_size, :, slot % block_size] = v_TGD[token]
+            k_BGSD[slot // block_size, :, slot % block_size] = kv_TJD[token, :num_kv_heads]
+            v_BGSD[slot // block_size, :, slot % block_size] = kv_TJD[token, num_kv_heads:]
 
 
 @dataclass(slots=True)
@@ -34,18 +34,14 @@ class StorePlan:
     tokens: Tensor | None
     """[n] int64, tokens to write; None where all are."""
     kv_rows: KVRows | None = None
-    k_rows: Tensor | None = None
-    v_rows: Tensor | None = None
-    """[n * G] int64."""
+    rows: Tensor | None = None
+    """[n * J] int64, see KVRows."""
 
     def bind(self, kv_rows: KVRows) -> KVRows:
         """Find the rows of this pool, once for all its layers."""
         self.kv_rows = kv_rows
-        k_rows, v_rows = kv_rows.of_slots(self.slots)
-        self.k_rows, self.v_rows = (
-            torch.from_numpy(k_rows.ravel()),
-            torch.from_numpy(v_rows.ravel()),
-        )
+        rows_2nG = kv_rows.of_slots(self.slots)
+        self.rows = torch.from_numpy(rows_2nG.transpose(1, 0, 2).ravel())
         return kv_rows
 
 
@@ -58,13 +54,11 @@ def plan_store(slot_mapping: Tensor) -> StorePlan:
     return StorePlan(slots[tokens], torch.from_numpy(tokens))
 
 
-def store_kv(
-    k_TGD: Tensor, v_TGD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slots: Tensor | StorePlan
-) -> None:
+def store_kv(kv_TJD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slots: Tensor | StorePlan) -> None:
     """Write one layer's new keys and values to their slots.
 
     Shapes:
-        k/v_TGD        dtype of the pool; strides free
+        kv_TJD         a token's G keys, then its G values; dtype of the pool; strides free
         k/v_BGSD       K and V of one layer of the pool, written in place
         slots          [T] int64, block_id * S + position % S, -1 is not written; or its plan_store
 
@@ -75,16 +69,11 @@ def store_kv(
     """
     plan = slots if isinstance(slots, StorePlan) else plan_store(slots)
     kv_rows = plan.kv_rows or plan.bind(KVRows.of(k_BGSD, v_BGSD))
-    if plan.tokens is not None:
-        k_TGD, v_TGD = k_TGD[plan.tokens], v_TGD[plan.tokens]
-    assert plan.k_rows is not None and plan.v_rows is not None
-    store_rows(k_TGD, v_TGD, kv_rows.matrix(k_BGSD), plan.k_rows, plan.v_rows)
+    assert plan.rows is not None
+    new = kv_TJD if plan.tokens is None else kv_TJD[plan.tokens]
+    store_rows(new, kv_rows.matrix(k_BGSD), plan.rows)
 
 
-def store_rows(
-    k_TGD: Tensor, v_TGD: Tensor, matrix: Tensor, k_rows: Tensor, v_rows: Tensor
-) -> None:
+def store_rows(kv_TJD: Tensor, matrix: Tensor, rows: Tensor) -> None:
     """store_kv for a layer's KVRows.matrix and a plan's rows: tensors only, as a graph needs."""
-    head_dim = k_TGD.shape[2]
-    matrix.index_copy_(0, k_rows, k_TGD.reshape(-1, head_dim))
-    matrix.index_copy_(0, v_rows, v_TGD.reshape(-1, head_dim))
+    matrix.index_copy_(0, rows, kv_TJD.reshape(-1, kv_TJD.shape[2]))

@@ -19,8 +19,11 @@ from pico_vllm.layers.rope import apply_rope
 class KVStep(Protocol):
     """One step's view of a KV cache."""
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Store this step's keys and values of one layer, attend, return [T, H, D]."""
+    def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor:
+        """Store this step's keys and values of one layer, attend, return [T, H, D].
+
+        J = 2 G: a token's keys, then its values, as they lie in the fused projection.
+        """
         ...
 
 
@@ -50,10 +53,12 @@ class Attention:
         num_tokens = x_TE.shape[0]
         H, G = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x_TE).view(num_tokens, H + 2 * G, self.head_dim)
-        qk, v_TGD = qkv[:, : H + G], qkv[:, H + G :]
+        qk = qkv[:, : H + G]
+        normed = qk
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
-        # Queries and keys turn by the same angles: one call for both.
-        qk_rot = apply_rope(qk, *cos_sin)
-        attended_THD = kv.attend(self.layer, qk_rot[:, :H], qk_rot[:, H:], v_TGD)
+            normed = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
+        # Queries and keys turn by the same angles: one call for both. Written back, the keys lie
+        # beside the values, and a layer's KV is stored in one piece.
+        qk.copy_(apply_rope(normed, *cos_sin))
+        attended_THD = kv.attend(self.layer, qkv[:, :H], qkv[:, H:])
         return self.o(attended_THD.reshape(num_tokens, H * self.head_dim))

@@ -10,8 +10,8 @@ from pico_vllm.layers.linear import Linear
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(first half) * second half."""
-    gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
-    return functional.silu(gate_TF).mul_(up_TF)
+    size = gate_up_T2F.shape[-1] // 2
+    return functional.silu(gate_up_T2F[..., :size]).mul_(gate_up_T2F[..., size:])
 
 
 class MLP:

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual addition before it."""
+"""RMSNorm."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class RMSNorm:
         self.weight_E = weight_E
         self._has_short_ways = weight_E.dtype == torch.bfloat16 and weight_E.device.type == "cpu"
         self._weight_2E = torch.cat((weight_E, weight_E))
+        self._signs = torch.tensor([[1.0], [-1.0]], dtype=weight_E.dtype, device=weight_E.device)
         self._scaled_weight_E = weight_E.float() * self.size**0.5
 
     def __call__(self, x_TE: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ class RMSNorm:
             return torch.rms_norm(x_TE, (self.size,), self.weight_E, self.eps)
         if x_TE.shape[0] <= self.FEW_ROWS:
             # [x, -x] has mean 0, so its LayerNorm is [RMSNorm(x), -RMSNorm(x)].
-            both_T2E = torch.cat((x_TE, -x_TE), -1)
+            both_T2E = (x_TE.unsqueeze(-2) * self._signs).flatten(-2)
             y_T2E = torch.layer_norm(both_T2E, (2 * self.size,), self._weight_2E, None, self.eps)
             return y_T2E[..., : self.size]
         # sqrt(E) moved to the weight: x / sqrt(sum(x^2) + E eps) * (weight sqrt(E)).
@@ -37,8 +38,3 @@ class RMSNorm:
         length_T1 = torch.linalg.vector_norm(wide_TE, 2, -1, True)
         inverse_T1 = length_T1.square_().add_(self.size * self.eps).rsqrt_()
         return wide_TE.mul_(inverse_T1).mul_(self._scaled_weight_E).bfloat16()
-
-    def add(self, residual_TE: Tensor, delta_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual + delta, its norm)."""
-        new_residual_TE = residual_TE + delta_TE
-        return new_residual_TE, self(new_residual_TE)

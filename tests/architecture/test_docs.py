@@ -19,7 +19,8 @@ def test_every_path_in_a_document_exists(document: Path) -> None:
     """A path in backticks or a link leads to a file or folder of the project."""
     text = document.read_text()
     paths = re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", text)
-    links = [(document.parent / link) for link in re.findall(r"\]\((?!http|#)([^)#]+)[^)]*\)", text)]
+    targets = re.findall(r"\]\((?!http|#)([^)#]+)[^)]*\)", text)
+    links = [document.parent / target for target in targets]
     for path in [*(ROOT / each for each in paths), *links]:
         assert path.exists(), f"{document.name} names {path}, which does not exist"
 

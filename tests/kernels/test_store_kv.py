@@ -24,14 +24,14 @@ def test_store_equals_reference(
     slots = slots[:num_tokens].unique() + block_size
     slots = slots[torch.randperm(len(slots))]
     fused = torch.randn(len(slots), 3 * num_kv_heads, head_dim).to(dtype)
-    k, v = fused[:, num_kv_heads : 2 * num_kv_heads], fused[:, 2 * num_kv_heads :]
+    kv = fused[:, num_kv_heads:]
     padded = torch.where(torch.arange(len(slots)) % 3 == 1, -1, slots)
     for slot_mapping in (slots, padded):
         layers = [
             empty_layer(num_blocks, num_kv_heads, block_size, head_dim, dtype) for _ in range(2)
         ]
-        store_kv(k, v, *layers[0], slot_mapping)
-        store_kv_reference(k, v, *layers[1], slot_mapping)
+        store_kv(kv, *layers[0], slot_mapping)
+        store_kv_reference(kv, *layers[1], slot_mapping)
         for stored, expected in zip(*layers, strict=True):
             torch.testing.assert_close(stored, expected, atol=0, rtol=0, equal_nan=True)
 
@@ -39,15 +39,15 @@ def test_store_equals_reference(
 def test_padding_only() -> None:
     """A step of padding rows writes nothing."""
     k_BGSD, v_BGSD = empty_layer(3, 2, 4, 8, torch.float32)
-    store_kv(torch.ones(2, 2, 8), torch.ones(2, 2, 8), k_BGSD, v_BGSD, torch.tensor([-1, -1]))
+    store_kv(torch.ones(2, 4, 8), k_BGSD, v_BGSD, torch.tensor([-1, -1]))
     assert k_BGSD.isnan().all() and v_BGSD.isnan().all()
 
 
 def test_other_layers_stay() -> None:
     """Writing a layer leaves the memory of the others, holes between heads, as it was."""
     pool = torch.zeros(4, 2, NUM_LAYERS, 2, 4, 8)
-    k, v = torch.ones(2, 2, 8), torch.full((2, 2, 8), 2.0)
-    store_kv(k, v, pool[:, :, LAYER, 0], pool[:, :, LAYER, 1], torch.tensor([5, 14]))
+    kv = torch.tensor([1.0, 1.0, 2.0, 2.0])[None, :, None].expand(2, 4, 8)
+    store_kv(kv, pool[:, :, LAYER, 0], pool[:, :, LAYER, 1], torch.tensor([5, 14]))
     assert pool[:, :, LAYER].sum() == 2 * 2 * 8 * (1 + 2)
     assert pool.sum() == pool[:, :, LAYER].sum()
 
@@ -58,7 +58,7 @@ def test_plan_serves_all_layers() -> None:
     plan = plan_store(torch.tensor([6, -1, 9]))
     for layer in range(NUM_LAYERS):
         new = torch.full((3, 2, 8), float(layer))
-        store_kv(new, new + 0.5, pool[:, :, layer, 0], pool[:, :, layer, 1], plan)
+        store_kv(torch.cat((new, new + 0.5), 1), pool[:, :, layer, 0], pool[:, :, layer, 1], plan)
     for layer in range(NUM_LAYERS):
         for block, slot in ((1, 2), (2, 1)):
             assert (pool[block, :, layer, 0, slot] == layer).all()
@@ -70,6 +70,6 @@ def test_refuses_tensors_that_are_no_pool() -> None:
     """K and V of different pools are an error, not a write to a wrong place."""
     k_BGSD, _ = empty_layer(3, 2, 4, 8, torch.float32)
     _, v_BGSD = empty_layer(3, 2, 4, 8, torch.float32)
-    new = torch.ones(1, 2, 8)
+    new = torch.ones(1, 4, 8)
     with pytest.raises(ValueError, match="one layer of a pool"):
-        store_kv(new, new, k_BGSD, v_BGSD, torch.tensor([4]))
+        store_kv(new, k_BGSD, v_BGSD, torch.tensor([4]))

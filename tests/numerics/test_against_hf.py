@@ -233,9 +233,6 @@ def test_rms_norm(size: int, num_tokens: int) -> None:
     x_TE = torch.randn(num_tokens, size) * torch.logspace(-4, 3, num_tokens)[:, None]
     ours = RMSNorm(theirs.weight.detach(), 1e-5)
     torch.testing.assert_close(ours(x_TE), theirs(x_TE).detach(), rtol=1e-5, atol=1e-6)
-    residual_TE, normed_TE = ours.add(x_TE, 2 * x_TE)
-    torch.testing.assert_close(residual_TE, 3 * x_TE)
-    torch.testing.assert_close(normed_TE, theirs(3 * x_TE).detach(), rtol=1e-5, atol=1e-6)
 
 
 ROPE_PARAMETERS: dict[str, dict[str, Any]] = {

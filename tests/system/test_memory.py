@@ -34,7 +34,8 @@ PROGRAM = """
 import json, resource, sys
 import torch
 def rss():
-    return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) * 1024
+    lines = open("/proc/self/status").readlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
 before = rss()
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
