@@ -54,14 +54,18 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     """Ids that end the answer; the id stays in token_ids."""
     include_stop_str_in_output: bool = False
+    """Leave the stop string that ended the answer in its text."""
     ignore_eos: bool = False
+    """Go on after EOS, up to max_tokens or the caller's own stops."""
     logprobs: int | None = None
     """Log-probabilities of the chosen token and this many most likely ones, from the model's raw
     distribution."""
     prompt_logprobs: int | None = None
     """The same for each prompt token given the ones before it."""
     skip_special_tokens: bool = True
+    """Leave EOS, role marks and the like out of the text; token_ids keep them."""
     detokenize: bool = True
+    """False gives ids only and empty text."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
     """`stop` as a tuple."""
 

@@ -125,7 +125,10 @@ def open_model(
 
 
 def _dummy(model_config: ModelConfig, config: EngineConfig) -> DummySource:
-    return DummySource(parameter_shapes(model_config), model_config.initializer_range, config.seed)
+    shapes = parameter_shapes(model_config)
+    if model_config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return DummySource(shapes, model_config.initializer_range, config.seed)
 
 
 def settle_device(name: str) -> torch.device:

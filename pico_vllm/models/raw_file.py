@@ -10,10 +10,12 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from pico_vllm.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK_BYTES = 2 << 20
 """Staging memory of one conversion; a converted copy of the same rows may lie beside it. Small, as
@@ -67,6 +69,8 @@ class RawFile:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's own memory as writable bytes. Contiguous and on the CPU."""
+    import torch  # late: listing models reads small files and must not wait for it
+
     flat = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)  # type: ignore[arg-type]  # numpy's stubs lack the buffer protocol
 
