@@ -161,6 +161,21 @@ def test_lowest_free_block_first() -> None:
     assert manager.allocate(1) is None
 
 
+def test_a_shared_block_stays_until_its_last_holder_leaves() -> None:
+    """A block held twice survives the first free and goes with the second, wherever it lies."""
+    manager = BlockManager(2, 1)
+    (block,) = manager.allocate(1) or []
+    manager.share([block])
+    assert manager.ref_count(block) == 2
+    manager.free([block])
+    assert (manager.ref_count(block), manager.num_free_device_blocks) == (1, 1)
+    assert manager.swap_out([block]) == [BlockCopy(1, 0)]
+    assert (manager.num_free_device_blocks, manager.num_free_host_blocks) == (2, 0)
+    manager.free([block])
+    assert (manager.ref_count(block), manager.num_free_host_blocks) == (0, 1)
+    manager.check_invariants()
+
+
 def test_misuse_is_caught() -> None:
     """Freeing twice, sharing or asking for a block that is gone, and computing on a host block are
     errors of ours and never pass in silence."""
