@@ -189,7 +189,8 @@ def attend_rows(
     Gathering first is not a detour: attention straight on the pool's blocks, one block a batch
     entry, took 112 us at 512 tokens, gathering (17 us) and attending (40 us) half of that.
     """
-    num_requests, num_heads, head_dim = q_rHD.shape
+    # int: in a graph these are constants, not operations of every layer.
+    num_requests, num_heads, head_dim = (int(size) for size in q_rHD.shape)
     num_pairs = num_requests * num_kv_heads
     kv = matrix.index_select(0, rows).view(2, num_pairs, 1, -1, head_dim)
     k_P1ND, v_P1ND = kv.unbind()

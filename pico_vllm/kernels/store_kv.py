@@ -76,4 +76,4 @@ def store_kv(kv_TJD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slots: Tensor | Sto
 
 def store_rows(kv_TJD: Tensor, matrix: Tensor, rows: Tensor) -> None:
     """store_kv for a layer's KVRows.matrix and a plan's rows: tensors only, as a graph needs."""
-    matrix.index_copy_(0, rows, kv_TJD.reshape(-1, kv_TJD.shape[2]))
+    matrix.index_copy_(0, rows, kv_TJD.reshape(-1, int(kv_TJD.shape[2])))

@@ -50,7 +50,7 @@ class Attention:
         self.head_dim = head_dim
 
     def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KVStep) -> Tensor:
-        num_tokens = x_TE.shape[0]
+        num_tokens = int(x_TE.shape[0])
         H, G = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x_TE).view(num_tokens, H + 2 * G, self.head_dim)
         qk = qkv[:, : H + G]

@@ -10,7 +10,8 @@ from pico_vllm.layers.linear import Linear
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(first half) * second half."""
-    size = gate_up_T2F.shape[-1] // 2
+    # int: in a graph a size is a constant, not one more operation a layer.
+    size = int(gate_up_T2F.shape[-1]) // 2
     return functional.silu(gate_up_T2F[..., :size]).mul_(gate_up_T2F[..., size:])
 
 

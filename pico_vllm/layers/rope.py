@@ -45,7 +45,7 @@ class Rope:
 
 def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Rotate N heads of each token. 8 us for one; rotate_half by negation and cat takes 15."""
-    return (x_TND * cos_T1D).addcmul_(x_TND.roll(x_TND.shape[-1] // 2, -1), sin_T1D)
+    return (x_TND * cos_T1D).addcmul_(x_TND.roll(int(x_TND.shape[-1]) // 2, -1), sin_T1D)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
