@@ -317,12 +317,13 @@ def test_a_stream_collected_amid_a_step(
 
 
 def test_a_stop_string_ends_the_request_in_the_engine(llm: LLM) -> None:
-    """After a stop string the request computes at most two more steps and holds no blocks."""
+    """Once a stop string is seen the request computes no further step and holds no blocks."""
     prompt = list(b"go")
     with scripted(llm, {tuple(prompt): [*b"abc", *b"x" * 100]}):
-        deltas = list(llm.stream(prompt, greedy(100, stop="c")))
+        stream = llm.stream(prompt, greedy(100, stop="c"))
+        assert [next(stream).text for _ in range(3)] == ["a", "b", ""]
         assert_idle(llm)
-    assert [delta.text for delta in deltas] == ["a", "b", ""]
+        assert list(stream) == []
 
 
 def test_threads_take_turns(llm: LLM, tiny_model: TinyModel) -> None:
