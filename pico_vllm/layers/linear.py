@@ -200,24 +200,30 @@ class Int4Weight:
 
 
 class Int8Weight:
-    """int8 codes and a bf16 scale per row, for bf16 x on the CPU: the embedding of Q8_0 files."""
+    """8-bit codes and a bf16 scale per row, for bf16 x on the CPU: the embedding of Q8_0 files.
 
-    GEMM_FROM_M = 11
-    """From here on widening to bf16 pays: 49152 x 576 takes 5.1 and 8.3 ms in the kernel at 8 and
-    12 rows, 6.2 and 6.7 ms widened."""
+    A code -128..127 is 16 (high - 8) + (low - 8) + 8. High and low halves lie side by side as 2 K
+    inputs of the 4-bit kernel, which gets x twice: it reads memory in order where PyTorch's 8-bit
+    kernel jumps, 2.2 ms against 2.6 for one row of 49152 x 576 (and 8.3 against 6.4 for eight).
+    """
+
+    GEMM_FROM_M = 22
+    """From here on unpacking to bf16 pays: 49152 x 576 takes 0.9 ms a row in the kernel, 20 ms
+    unpacked."""
     GEMM_CHUNK_BYTES = 4 << 20
-    """A widened chunk stays in the caches: 6.2 ms at 8 rows, against 7.9 with chunks of 16 MiB."""
+    """A widened chunk stays in the caches."""
 
-    def __init__(self, codes_NK: Tensor, scale_N: Tensor) -> None:
-        self.codes_NK = codes_NK
+    def __init__(self, packed: Tensor, scale_and_middle: Tensor, scale_N: Tensor) -> None:
+        self.packed = packed
+        self.scale_and_middle = scale_and_middle
         self.scale_N = scale_N
-        self.shape = (codes_NK.shape[0], codes_NK.shape[1])
-        self.num_bytes = codes_NK.nbytes + scale_N.nbytes
+        self.shape = (packed.shape[0], packed.shape[1])
+        self.group = 2 * packed.shape[1] // scale_and_middle.shape[0]
+        self.num_bytes = packed.nbytes + scale_and_middle.nbytes + scale_N.nbytes
 
     @staticmethod
     def fits(shape: tuple[int, int]) -> bool:
-        # The kernel reads past the end of other shapes: 17 x 33 crashes.
-        return shape[0] % 16 == 0 and shape[1] % 32 == 0
+        return shape[0] % Int4Weight.BLOCK_N == 0 and shape[1] % INT4_GROUP == 0
 
     @classmethod
     def from_rows(cls, shape: tuple[int, int], read_rows: Callable[[slice], Array]) -> Int8Weight:
@@ -227,14 +233,22 @@ class Int8Weight:
         whole row, a logit, by up to 0.4 %.
         """
         assert cls.fits(shape), shape
-        codes = weight_memory.empty(shape, torch.int8)
-        scale = weight_memory.empty((shape[0],), torch.bfloat16)
-        for rows in _row_chunks(shape[0], 8 * shape[1]):
+        num_rows, num_inputs = shape
+        packed = weight_memory.empty(shape, torch.uint8)
+        scale_N = weight_memory.empty((num_rows,), torch.bfloat16)
+        for rows in _row_chunks(num_rows, 16 * num_inputs, Int4Weight.BLOCK_N):
             values = torch.as_tensor(read_rows(rows)).float()
-            scale[rows] = values.abs().amax(1).div_(127).clamp_(min=1e-30)
-            values = values / scale[rows].float().unsqueeze(1)
-            codes[rows] = values.round_().clamp_(-127, 127)
-        return cls(codes, scale)
+            scale_N[rows] = values.abs().amax(1).div_(127).clamp_(min=1e-30)
+            values = values / scale_N[rows].float().unsqueeze(1)
+            codes = values.round_().clamp_(-127, 127).to(torch.int32) + 128
+            halves = torch.cat((codes >> 4, codes & 15), 1)
+            packed[rows] = torch._convert_weight_to_int4pack_for_cpu(halves, 1)
+        # The kernel wants a scale for each group of inputs: all groups of a row share one.
+        num_groups = num_inputs // (64 if num_inputs % 64 == 0 else INT4_GROUP)
+        pairs = weight_memory.empty((2 * num_groups, num_rows, 2), torch.bfloat16)
+        pairs[:num_groups] = torch.stack((16 * scale_N, torch.zeros_like(scale_N)), -1)
+        pairs[num_groups:] = torch.stack((scale_N, 8 * scale_N), -1)
+        return cls(packed, pairs, scale_N)
 
     @classmethod
     def pack(cls, weight_NK: Array) -> Int8Weight:
@@ -244,23 +258,46 @@ class Int8Weight:
         if x_MK.shape[0] >= self.GEMM_FROM_M:
             y_MN = self._gemm(x_MK)
         else:
-            y_MN = torch._weight_int8pack_mm(x_MK.contiguous(), self.codes_NK, self.scale_N)
+            twice = torch.cat((x_MK, x_MK), -1)
+            y_MN = torch._weight_int4pack_mm_for_cpu(
+                twice, self.packed, self.group, self.scale_and_middle
+            )
         return y_MN if bias_N is None else y_MN.add_(bias_N)
 
     def _gemm(self, x_MK: Tensor) -> Tensor:
         parts = [
-            functional.linear(x_MK, self.codes_NK[rows].to(x_MK.dtype))
+            x_MK @ self._codes(rows).to(x_MK.dtype)
             for rows in _row_chunks(
-                self.shape[0], 2 * self.shape[1], chunk_bytes=self.GEMM_CHUNK_BYTES
+                self.shape[0],
+                2 * self.shape[1],
+                Int4Weight.BLOCK_N,
+                chunk_bytes=self.GEMM_CHUNK_BYTES,
             )
         ]
         return torch.cat(parts, 1).mul_(self.scale_N)
 
+    def _codes(self, rows: slice) -> Tensor:
+        """[K, n] int8 of whole blocks of rows."""
+        num_inputs = self.shape[1]
+        bytes_nJ32 = self.packed[rows].view(-1, 2 * num_inputs, 32)
+        high, low = bytes_nJ32[:, :num_inputs], bytes_nJ32[:, num_inputs:]
+        # A byte holds a row's half below and that of the row 32 further above. ^ 128 subtracts 128.
+        first = (high << 4) | (low & 15)
+        second = (high & 240) | (low >> 4)
+        codes_nK64 = torch.cat((first, second), -1).bitwise_xor_(128).view(torch.int8)
+        return codes_nK64.transpose(0, 1).flatten(1)
+
     def rows(self, ids: Tensor) -> Tensor:
-        return self.codes_NK.index_select(0, ids) * self.scale_N.index_select(0, ids).unsqueeze(1)
+        num_inputs = self.shape[1]
+        blocks = self.packed.view(-1, 2 * num_inputs, 32)
+        bytes_nJ = blocks[ids // 64, :, ids % 32]
+        halves_nJ = (bytes_nJ >> (ids % 64 // 32 * 4).to(torch.uint8).unsqueeze(1)) & 15
+        codes_nK = (halves_nJ[:, :num_inputs] << 4) | halves_nJ[:, num_inputs:]
+        scale_n1 = self.scale_N.index_select(0, ids).unsqueeze(1)
+        return codes_nK.to(scale_n1.dtype).sub_(128).mul_(scale_n1)
 
     def dequantize(self) -> Tensor:
-        return self.codes_NK.float() * self.scale_N.float().unsqueeze(1)
+        return self._codes(slice(None)).T.float() * self.scale_N.float().unsqueeze(1)
 
 
 def _row_chunks(
