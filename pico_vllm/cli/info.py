@@ -131,7 +131,7 @@ def weight_bytes(
 ) -> int:
     """Memory of all weights in one format; WeightLoader makes the same choices with the weights
     at hand."""
-    from pico_vllm.layers.linear import INT4_GROUP, Int4Weight, Int8Weight
+    from pico_vllm.layers.linear import Int4Weight, Int8Weight
     from pico_vllm.models.loader import EIGHT_BIT, FOUR_BIT
     from pico_vllm.models.weights import EMBEDDING
 
@@ -146,14 +146,14 @@ def weight_bytes(
     for names in fused.values():
         storages = {tensors[name].storage for name in names}
         num_rows, num_columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
-        matrix, size = (num_rows, num_columns), num_rows * num_columns
+        matrix = (num_rows, num_columns)
         is_packed = weight_format == "keep"
         if is_packed and storages <= FOUR_BIT and names != [EMBEDDING] and Int4Weight.fits(matrix):
-            total += size // 2 + size // INT4_GROUP * 4
+            total += Int4Weight.bytes_for(matrix)
         elif is_packed and storages <= FOUR_BIT | EIGHT_BIT and Int8Weight.fits(matrix):
-            total += size + num_rows * 2
+            total += Int8Weight.bytes_for(matrix)
         else:
-            total += size * plain_bytes
+            total += num_rows * num_columns * plain_bytes
     return total
 
 

@@ -127,11 +127,16 @@ class Int4Weight:
         self.packed = packed
         self.scale_and_middle = scale_and_middle
         self.shape = shape
-        self.num_bytes = packed.nbytes + scale_and_middle.nbytes
+        self.num_bytes = self.bytes_for(shape)
 
     @staticmethod
     def fits(shape: tuple[int, int]) -> bool:
         return shape[0] % 16 == 0 and shape[1] % INT4_GROUP == 0
+
+    @staticmethod
+    def bytes_for(shape: tuple[int, int]) -> int:
+        """Memory that a weight of this shape will take: codes, and a pair of bf16 a group."""
+        return shape[0] * (shape[1] // 2 + shape[1] // INT4_GROUP * 4)
 
     @classmethod
     def from_rows(
@@ -218,12 +223,22 @@ class Int8Weight:
         self.scale_and_middle = scale_and_middle
         self.scale_N = scale_N
         self.shape = (packed.shape[0], packed.shape[1])
-        self.group = 2 * packed.shape[1] // scale_and_middle.shape[0]
-        self.num_bytes = packed.nbytes + scale_and_middle.nbytes + scale_N.nbytes
+        self.group = self._group(packed.shape[1])
+        self.num_bytes = self.bytes_for(self.shape)
 
     @staticmethod
     def fits(shape: tuple[int, int]) -> bool:
         return shape[0] % Int4Weight.BLOCK_N == 0 and shape[1] % INT4_GROUP == 0
+
+    @classmethod
+    def bytes_for(cls, shape: tuple[int, int]) -> int:
+        """Memory that a weight of this shape will take: codes, pairs for both halves, scales."""
+        return shape[0] * (shape[1] + 2 * (shape[1] // cls._group(shape[1])) * 4 + 2)
+
+    @staticmethod
+    def _group(num_inputs: int) -> int:
+        """The kernel wants a scale for each group of inputs; all groups of a row share one."""
+        return 64 if num_inputs % 64 == 0 else INT4_GROUP
 
     @classmethod
     def from_rows(cls, shape: tuple[int, int], read_rows: Callable[[slice], Array]) -> Int8Weight:
@@ -243,8 +258,7 @@ class Int8Weight:
             codes = values.round_().clamp_(-127, 127).to(torch.int32) + 128
             halves = torch.cat((codes >> 4, codes & 15), 1)
             packed[rows] = torch._convert_weight_to_int4pack_for_cpu(halves, 1)
-        # The kernel wants a scale for each group of inputs: all groups of a row share one.
-        num_groups = num_inputs // (64 if num_inputs % 64 == 0 else INT4_GROUP)
+        num_groups = num_inputs // cls._group(num_inputs)
         pairs = weight_memory.empty((2 * num_groups, num_rows, 2), torch.bfloat16)
         pairs[:num_groups] = torch.stack((16 * scale_N, torch.zeros_like(scale_N)), -1)
         pairs[num_groups:] = torch.stack((scale_N, 8 * scale_N), -1)
