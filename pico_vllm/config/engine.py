@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pico_vllm.config.hf_keys import show
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.errors import ConfigError
 
@@ -56,19 +57,21 @@ class EngineConfig:
     seed: int = 0
     """Start of the seeds given to requests that bring none, and of dummy weights."""
     cpu_graph: str = "on"
-    """on replays decode steps of few requests on the CPU as graphs; off runs them op by op."""
+    """on replays decode steps of few requests on the CPU as graphs, where the weights are packed or
+    plain; off runs them op by op."""
     num_threads: int | None = None
     """CPU threads; None takes the cores this process may use."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(
-                f"model must be a directory, file, alias or Hub id, not {self.model!r}",
+                f"model must be a directory, file, alias or Hub id, not {show(self.model)}",
                 param="model",
             )
         if self.dtype != "auto" and self.dtype not in _DTYPES:
             raise ConfigError(
-                f"dtype {self.dtype!r} is not supported; use auto, bfloat16, float16 or float32",
+                f"dtype {show(self.dtype)} is not supported; use auto, bfloat16, float16 or "
+                "float32",
                 param="dtype",
             )
         is_known = self.device in ("auto", "cpu", "cuda") or (
@@ -78,13 +81,13 @@ class EngineConfig:
         )
         if not is_known:
             raise ConfigError(
-                f"device {self.device!r} is not known; use auto, cpu, cuda or cuda:N",
+                f"device {show(self.device)} is not known; use auto, cpu, cuda or cuda:N",
                 param="device",
             )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}",
+                    f"{name} must be one of {', '.join(allowed)}, not {show(getattr(self, name))}",
                     param=name,
                 )
         self._check_count("max_num_seqs", 1, 4096)
@@ -108,7 +111,7 @@ class EngineConfig:
             or not 0 < utilization <= 1
         ):
             raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], not {utilization!r}",
+                f"gpu_memory_utilization must be in (0, 1], not {show(utilization)}",
                 param="gpu_memory_utilization",
             )
         if (
@@ -116,13 +119,13 @@ class EngineConfig:
             or not isinstance(self.seed, int)
             or not -(2**63) <= self.seed < 2**63
         ):
-            raise ConfigError(f"seed must be a 64-bit integer, not {self.seed!r}", param="seed")
+            raise ConfigError(f"seed must be a 64-bit integer, not {show(self.seed)}", param="seed")
 
     def _check_count(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ConfigError(
-                f"{name} must be a whole number from {low} to {high}, not {value!r}", param=name
+                f"{name} must be a whole number from {low} to {high}, not {show(value)}", param=name
             )
 
     def resolve(

@@ -20,6 +20,7 @@ from pico_vllm.engine.cpu_graph import CpuGraphs
 from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.model_runner import KVCache, ModelRunner
 from pico_vllm.errors import ConfigError, ModelLoadError
+from pico_vllm.layers.linear import OneDnnWeight
 from pico_vllm.models.gguf import GGUFSource
 from pico_vllm.models.hub import ModelFiles, read_hf_config, resolve_model
 from pico_vllm.models.llama import LlamaForCausalLM, parameter_shapes
@@ -69,7 +70,7 @@ def load_model(
         model = load_weights(model_config, resolved, source, device, on_progress)
     finally:
         source.close()
-    resolved = settle_kv_blocks(resolved, model_config, device)
+    resolved = settle_graphs(settle_kv_blocks(resolved, model_config, device), model)
     engine = build_engine(model, model_config, resolved, tokenizer, device)
     logger.info("engine_ready %s", " ".join(f"{k}={v}" for k, v in describe(resolved).items()))
     return LoadedModel(engine, tokenizer, model_config, model.num_bytes)
@@ -106,6 +107,18 @@ def open_model(
     if config.load_format == "dummy" and files.kind == "gguf":
         source.close()
         source = _dummy(model_config, config)
+    try:
+        _check_parts(model_config, source, tokenizer)
+    except BaseException:
+        source.close()
+        raise
+    return model_config, source, tokenizer
+
+
+def _check_parts(
+    model_config: ModelConfig, source: WeightSource, tokenizer: Tokenizer | None
+) -> None:
+    """Configuration, weights and tokenizer must belong to one model."""
     check_names(parameter_shapes(model_config), source, tied=model_config.tie_word_embeddings)
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         raise ModelLoadError(
@@ -121,7 +134,6 @@ def open_model(
             "answer; correct config.json or generation_config.json",
             param="eos_token_id",
         )
-    return model_config, source, tokenizer
 
 
 def _dummy(model_config: ModelConfig, config: EngineConfig) -> DummySource:
@@ -224,6 +236,14 @@ def settle_kv_blocks(
     return replace(config, num_kv_blocks=num_blocks, max_model_len=max_model_len)
 
 
+def settle_graphs(config: EngineConfig, model: LlamaForCausalLM) -> EngineConfig:
+    """Turn graphs off where they cannot be: oneDNN's weights do not go into a TorchScript graph."""
+    has_opaque = any(isinstance(linear.weight, OneDnnWeight) for linear in model.linears)
+    if config.device != "cpu" or config.kv != "paged" or has_opaque:
+        return replace(config, cpu_graph="off")
+    return config
+
+
 def build_engine(
     model: LlamaForCausalLM,
     model_config: ModelConfig,
@@ -267,8 +287,7 @@ def build_engine(
         device=device,
     )
     sampler = Sampler(config.max_num_seqs, vocab_size, device)
-    has_graphs = config.cpu_graph == "on" and device.type == "cpu"
-    graphs = CpuGraphs(model.forward) if has_graphs else None
+    graphs = CpuGraphs(model.forward) if config.cpu_graph == "on" else None
     runner = ModelRunner(model, kv, batch_builder, sampler, graphs)
     return Engine(
         config,

@@ -13,6 +13,7 @@ from torch import Tensor
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.layers.attention import Attention, KVStep
+from pico_vllm.layers.linear import Linear
 from pico_vllm.layers.mlp import MLP
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import Rope
@@ -97,13 +98,19 @@ class LlamaForCausalLM:
         )
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of the linears and the embedding; norms are too small to count."""
-        linears = [] if self.has_tied_head else [self.head]
+    def linears(self) -> list[Linear]:
+        """Every linear; a tied head too, whose weight is the embedding's."""
+        linears = [self.head]
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
             linears += [attention.qkv, attention.o, mlp.gate_up, mlp.down]
-        return self.embed.weight.num_bytes + sum(linear.num_bytes for linear in linears)
+        return linears
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the linears and the embedding; norms are too small to count."""
+        num_bytes = sum(linear.num_bytes for linear in self.linears)
+        return num_bytes if self.has_tied_head else num_bytes + self.embed.weight.num_bytes
 
     def forward(self, batch: ForwardBatch, kv: KVStep) -> Tensor:
         """Hidden states [T, E] after the last norm."""
