@@ -161,6 +161,17 @@ class Engine:
             self._undelivered = self._scheduler.fail(plan)
             raise
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Decode one request of that many tokens before anybody waits, so that what is made on
+        first use is there. Leaves no trace: the first real request is still number 0."""
+        num_tokens = min(num_tokens, self.max_model_len - 1)
+        if num_tokens > 0:
+            params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+            self.add_request([0], params)
+            while self.has_work():
+                self.step()
+            self._request_numbers = itertools.count()
+
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()
 

@@ -16,7 +16,7 @@ from pico_vllm.config import hardware
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.engine.batch_builder import BatchBuilder
-from pico_vllm.engine.cpu_graph import CpuGraphs
+from pico_vllm.engine.cpu_graph import USES_BEFORE_CAPTURE, CpuGraphs
 from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.model_runner import KVCache, ModelRunner
 from pico_vllm.errors import ConfigError, ModelLoadError
@@ -72,6 +72,8 @@ def load_model(
         source.close()
     resolved = settle_graphs(settle_kv_blocks(resolved, model_config, device), model)
     engine = build_engine(model, model_config, resolved, tokenizer, device)
+    if resolved.cpu_graph == "on":
+        engine.warm_up(USES_BEFORE_CAPTURE + 2)
     logger.info("engine_ready %s", " ".join(f"{k}={v}" for k, v in describe(resolved).items()))
     return LoadedModel(engine, tokenizer, model_config, model.num_bytes)
 
