@@ -80,7 +80,7 @@ class PagedKV:
         store = plan_store(batch.slot_mapping)
         store.bind(self._kv_rows)
         decode = plan_decode(
-            batch.block_table[:n].numpy(), batch.seq_lens[:n].numpy(), self.block_size
+            batch.block_table[:n].cpu().numpy(), batch.seq_lens[:n].cpu().numpy(), self.block_size
         )
         decode.bind(self._kv_rows, self.device_pool.dtype)
         is_one_group = len(decode.groups) == 1 and decode.groups[0].requests is None

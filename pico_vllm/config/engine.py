@@ -141,9 +141,6 @@ class EngineConfig:
         weight_format = self.weight_format
         if weight_format == "auto":
             weight_format = "fp32" if dtype == "float32" else "keep"
-        if device != "cpu" and weight_format == "keep":
-            # The GPU's linears read plain weights only.
-            weight_format = "fp32" if dtype == "float32" else "bf16"
         if weight_format == "bf16" and dtype == "float16":
             raise ConfigError(
                 "weight_format bf16 needs dtype bfloat16 or float32, not float16; use "

@@ -189,7 +189,8 @@ def load_weights(
         source,
         dtype=dtype,
         weight_dtype=weight_dtype,
-        keeps_packed=config.weight_format == "keep",
+        # Packed weights have products on the CPU only.
+        keeps_packed=config.weight_format == "keep" and device.type == "cpu",
         device=device,
         progress=progress,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class KVRows:
     head_stride: int
     v_offset: int
     """Rows from an element of K to the same of V."""
+    device: torch.device
 
     @classmethod
     def of(cls, k_BGSD: Tensor, v_BGSD: Tensor) -> KVRows:
@@ -56,11 +58,16 @@ class KVRows:
             block_stride=block_stride // head_dim,
             head_stride=head_stride // head_dim,
             v_offset=v_offset // head_dim,
+            device=k_BGSD.device,
         )
 
     def matrix(self, k_BGSD: Tensor) -> Tensor:
         """[rows, D] view of the layer."""
         return k_BGSD.as_strided(self.shape, (self.shape[1], 1))
+
+    def to_device(self, rows: NDArray[np.int64]) -> Tensor:
+        """Row numbers in the given order as one flat tensor."""
+        return torch.from_numpy(rows.ravel()).to(self.device)
 
     def of_slots(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """[2, *slots.shape, G]: K's rows, then V's, of slots block_id * S + offset.

@@ -78,11 +78,11 @@ class DecodePlan:
         self.kv_rows = kv_rows
         for group in self.groups:
             rows_2rNG = kv_rows.of_slots(group.slots)
-            group.rows = torch.from_numpy(rows_2rNG.transpose(0, 1, 3, 2).ravel())
+            group.rows = kv_rows.to_device(rows_2rNG.transpose(0, 1, 3, 2))
             if group.is_real is not None:
                 hides = np.where(group.is_real, np.float32(0), np.float32(-np.inf))
                 hides = hides.repeat(kv_rows.num_heads, axis=0)[:, None, None]
-                group.mask = torch.from_numpy(hides).to(dtype)
+                group.mask = torch.from_numpy(hides).to(kv_rows.device, dtype)
         return kv_rows
 
 
@@ -162,13 +162,14 @@ def paged_decode(
     if len(plan.groups) == 1 and plan.groups[0].requests is None:
         group = plan.groups[0]
         return attend_rows(q_RHD, matrix, group.rows, group.mask, kv_rows.num_heads, scale=scale)
-    out_RHD = torch.zeros(q_RHD.shape, dtype=q_RHD.dtype)
+    out_RHD = torch.zeros(q_RHD.shape, dtype=q_RHD.dtype, device=q_RHD.device)
     for group in plan.groups:
-        q_rHD = q_RHD.index_select(0, group.requests)
+        requests = group.requests.to(q_RHD.device)
+        q_rHD = q_RHD.index_select(0, requests)
         attended_rHD = attend_rows(
             q_rHD, matrix, group.rows, group.mask, kv_rows.num_heads, scale=scale
         )
-        out_RHD.index_copy_(0, group.requests, attended_rHD)
+        out_RHD.index_copy_(0, requests, attended_rHD)
     return out_RHD
 
 

@@ -78,7 +78,7 @@ def paged_prefill(
     num_heads, num_kv_heads = q_THD.shape[1], k_TGD.shape[1]
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     q_HTD, k_GTD, v_GTD = (x.transpose(0, 1) for x in (q_THD, k_TGD, v_TGD))
     start = 0
     for request, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
@@ -107,9 +107,11 @@ def _context(
     """k and v [G, C, D] of the cached tokens."""
     kv_rows = KVRows.of(k_BGSD, v_BGSD)
     positions = np.arange(context_len)
-    slots = blocks.numpy()[positions // kv_rows.block_size].astype(np.int64) * kv_rows.block_size
+    slots = (
+        blocks.cpu().numpy()[positions // kv_rows.block_size].astype(np.int64) * kv_rows.block_size
+    )
     rows_2CG = kv_rows.of_slots(slots + positions % kv_rows.block_size)
-    rows = torch.from_numpy(rows_2CG.transpose(0, 2, 1).ravel())
+    rows = kv_rows.to_device(rows_2CG.transpose(0, 2, 1))
     kv_2GCD = kv_rows.matrix(k_BGSD).index_select(0, rows)
     k_GCD, v_GCD = kv_2GCD.view(2, kv_rows.num_heads, context_len, -1)
     return k_GCD, v_GCD
@@ -120,7 +122,8 @@ def _extend(
 ) -> Tensor:
     """New tokens over context and themselves: one mask, True where a query sees a token."""
     query_len, context_len = q_HQD.shape[1], k_GCD.shape[1]
-    sees = torch.ones(query_len, context_len + query_len, dtype=torch.bool).tril(context_len)
+    shape = (query_len, context_len + query_len)
+    sees = torch.ones(shape, dtype=torch.bool, device=q_HQD.device).tril(context_len)
     k_GND, v_GND = torch.cat((k_GCD, k_GQD), 1), torch.cat((v_GCD, v_GQD), 1)
     return functional.scaled_dot_product_attention(
         q_HQD[None], k_GND[None], v_GND[None], attn_mask=sees, scale=scale, enable_gqa=True

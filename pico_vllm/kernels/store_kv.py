@@ -41,17 +41,17 @@ class StorePlan:
         """Find the rows of this pool, once for all its layers."""
         self.kv_rows = kv_rows
         rows_2nG = kv_rows.of_slots(self.slots)
-        self.rows = torch.from_numpy(rows_2nG.transpose(1, 0, 2).ravel())
+        self.rows = kv_rows.to_device(rows_2nG.transpose(1, 0, 2))
         return kv_rows
 
 
 def plan_store(slot_mapping: Tensor) -> StorePlan:
-    """Once per step. slot_mapping [T] int64 on the CPU."""
-    slots = slot_mapping.numpy()
+    """Once per step. slot_mapping [T] int64."""
+    slots = slot_mapping.cpu().numpy()
     if slots.size and slots.min() >= 0:
         return StorePlan(slots, None)
     tokens = np.flatnonzero(slots >= 0)
-    return StorePlan(slots[tokens], torch.from_numpy(tokens))
+    return StorePlan(slots[tokens], torch.from_numpy(tokens).to(slot_mapping.device))
 
 
 def store_kv(kv_TJD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slots: Tensor | StorePlan) -> None:
