@@ -223,14 +223,16 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GGUFTensor]:
     return name, GGUFTensor(tuple(reversed(dims)), storage, offset, num_bytes)
 
 
-def _type_name(kind: int) -> str:
-    # The package is slow to import and only its table of names is wanted, on the way out.
-    from gguf import GGMLQuantizationType
+_OTHER_TYPES = {
+    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS",
+    17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+"""Of the GGUF format, for the message that refuses them."""
 
-    try:
-        return GGMLQuantizationType(kind).name
-    except ValueError:
-        return str(kind)
+
+def _type_name(kind: int) -> str:
+    return _OTHER_TYPES.get(kind, str(kind))
 
 
 def _check_places(
