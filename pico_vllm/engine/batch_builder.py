@@ -36,11 +36,16 @@ class BatchBuilder:
 
         query_lens, context_lens = plan.query_lens, plan.context_lens
         seq_lens = context_lens + query_lens
-        query_start_loc = np.zeros(len(query_lens) + 1, np.int32)
-        np.cumsum(query_lens, out=query_start_loc[1:])
-        row_of_token = np.repeat(plan.rows, query_lens)
-        first_position = np.repeat(context_lens - query_start_loc[:-1], query_lens)
-        positions = (np.arange(query_start_loc[-1]) + first_position).astype(np.int64)
+        if plan.num_decodes == len(plan.rows):
+            # One token each: what follows is then what these already are.
+            query_start_loc = np.arange(len(plan.rows) + 1, dtype=np.int32)
+            row_of_token, positions = plan.rows, context_lens.astype(np.int64)
+        else:
+            query_start_loc = np.zeros(len(query_lens) + 1, np.int32)
+            np.cumsum(query_lens, out=query_start_loc[1:])
+            row_of_token = np.repeat(plan.rows, query_lens)
+            first_position = np.repeat(context_lens - query_start_loc[:-1], query_lens)
+            positions = (np.arange(query_start_loc[-1]) + first_position).astype(np.int64)
         block_of_token = self._block_table[row_of_token, positions // self._block_size].astype(
             np.int64
         )
@@ -71,4 +76,4 @@ class BatchBuilder:
         return self._token_ids[row, start:stop]
 
     def _to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(array).to(self._device)

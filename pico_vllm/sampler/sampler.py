@@ -45,6 +45,8 @@ class Sampler:
         self._counts: list[PenaltyCounts | None] = [None] * max_num_seqs
         self._is_greedy = np.ones(max_num_seqs, np.bool_)
         self._is_adjusted = np.zeros(max_num_seqs, np.bool_)
+        self._is_special = np.zeros(max_num_seqs, np.bool_)
+        """Not just the largest logit: sampled, adjusted, or with log-probabilities."""
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
         self._temperature = np.ones(max_num_seqs, np.float32)
         self._top_k = np.full(max_num_seqs, vocab_size, np.int64)
@@ -86,6 +88,9 @@ class Sampler:
             or self._counts[row] is not None
             or self._stop_ids[row] is not None
         )
+        self._is_special[row] = (
+            not params.is_greedy or self._is_adjusted[row] or params.logprobs is not None
+        )
 
     def sample(
         self, logits_NV: Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]
@@ -97,6 +102,8 @@ class Sampler:
         chosen.
         """
         logits_NV = logits_NV[:, : self.vocab_size]
+        if not self._is_special[rows].any():
+            return _checked(*_largest(logits_NV)), {}
         asked = np.flatnonzero(self._num_logprobs[rows] >= 0).tolist()
         raw_logprobs = {i: logits_NV[i].log_softmax(dim=-1) for i in asked}
         adjusted = np.flatnonzero(self._is_adjusted[rows]).tolist()
@@ -111,7 +118,7 @@ class Sampler:
                 logits_NV[random] - offset_R1, rows[is_random], positions[is_random]
             )
             token_ids[is_random] = sampled_R.cpu().numpy()
-        token_ids[~np.isfinite(largest)] = BAD_LOGITS
+        token_ids = _checked(largest, token_ids)
         logprobs = {}
         for i, logprobs_V in raw_logprobs.items():
             if token_ids[i] != BAD_LOGITS:
@@ -180,6 +187,14 @@ def _largest(logits_NV: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]
     logits = logits_NV.numpy()
     ids = logits.argmax(axis=1)
     return logits[np.arange(len(ids)), ids], ids
+
+
+def _checked(largest: NDArray[np.float32], token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """BAD_LOGITS where the largest logit is no number: then the row holds NaN or infinity."""
+    is_bad = ~np.isfinite(largest)
+    if is_bad.any():
+        token_ids[is_bad] = BAD_LOGITS
+    return token_ids
 
 
 def token_logprobs(
