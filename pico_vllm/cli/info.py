@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from pico_vllm.models.weights import TensorInfo
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_FUSED = re.compile(r"(?<=\.)([qkv]|gate|up)_(?=proj\.)")
-"""Projections that become one linear lose what tells them apart."""
 
 
 def info(
@@ -59,6 +56,9 @@ def info(
         _print_tables(described)
 
 
+_PLAIN_BYTES = {"bf16": 2, "fp32": 4}
+
+
 def describe(config: EngineConfig) -> dict[str, Any]:
     """Everything that `info` shows, as JSON holds it.
 
@@ -68,6 +68,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     from pico_vllm.engine.loading import open_model, settle_device
     from pico_vllm.models.hub import resolve_model
     from pico_vllm.models.llama import parameter_shapes
+    from pico_vllm.models.loader import bytes_in_memory
     from pico_vllm.models.weights import HEAD
 
     files = resolve_model(config.model)
@@ -88,7 +89,13 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     if model.tie_word_embeddings:
         del shapes[HEAD]
     in_memory = {
-        weight_format: weight_bytes(shapes, tensors, weight_format, resolved.dtype)
+        weight_format: bytes_in_memory(
+            shapes,
+            tensors,
+            keeps_packed=weight_format == "keep",
+            weight_itemsize=_PLAIN_BYTES.get(weight_format, ELEMENT_BYTES[resolved.dtype]),
+            vector_itemsize=ELEMENT_BYTES[resolved.dtype],
+        )
         for weight_format in ("keep", "bf16", "fp32")
         if device.type == "cpu" or weight_format != "keep"
     }
@@ -121,40 +128,6 @@ def storage_bytes(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, int]
         entry["num_parameters"] += size
         entry["num_bytes"] += size // columns * num_bytes
     return found
-
-
-def weight_bytes(
-    shapes: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, TensorInfo],
-    weight_format: str,
-    dtype: str,
-) -> int:
-    """Memory of all weights in one format; WeightLoader makes the same choices with the weights
-    at hand."""
-    from pico_vllm.layers.linear import Int4Weight, Int8Weight
-    from pico_vllm.models.loader import EIGHT_BIT, FOUR_BIT
-    from pico_vllm.models.weights import EMBEDDING
-
-    plain_bytes = {"bf16": 2, "fp32": 4}.get(weight_format, ELEMENT_BYTES[dtype])
-    fused: dict[str, list[str]] = {}
-    total = 0
-    for name, shape in shapes.items():
-        if len(shape) == 1:
-            total += shape[0] * ELEMENT_BYTES[dtype]
-        else:
-            fused.setdefault(_FUSED.sub("", name), []).append(name)
-    for names in fused.values():
-        storages = {tensors[name].storage for name in names}
-        num_rows, num_columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
-        matrix = (num_rows, num_columns)
-        is_packed = weight_format == "keep"
-        if is_packed and storages <= FOUR_BIT and names != [EMBEDDING] and Int4Weight.fits(matrix):
-            total += Int4Weight.bytes_for(matrix)
-        elif is_packed and storages <= FOUR_BIT | EIGHT_BIT and Int8Weight.fits(matrix):
-            total += Int8Weight.bytes_for(matrix)
-        else:
-            total += num_rows * num_columns * plain_bytes
-    return total
 
 
 def kv_layout(model: ModelConfig, config: EngineConfig) -> dict[str, Any]:

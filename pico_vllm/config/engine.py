@@ -60,7 +60,7 @@ class EngineConfig:
     """on replays decode steps of few requests on the CPU as graphs, where the weights are packed or
     plain; off runs them op by op."""
     num_threads: int | None = None
-    """CPU threads; None takes the cores this process may use."""
+    """CPU threads, of all engines in this process; None takes the cores it may use."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -68,7 +68,7 @@ class EngineConfig:
                 f"model must be a directory, file, alias or Hub id, not {show(self.model)}",
                 param="model",
             )
-        if self.dtype != "auto" and self.dtype not in _DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in ("auto", *_DTYPES):
             raise ConfigError(
                 f"dtype {show(self.dtype)} is not supported; use auto, bfloat16, float16 or "
                 "float32",
@@ -93,9 +93,13 @@ class EngineConfig:
         self._check_count("max_num_seqs", 1, 4096)
         self._check_count("max_num_batched_tokens", 1, 1 << 20)
         self._check_count("block_size", 1, 256)
-        for name in ("max_model_len", "num_kv_blocks", "num_threads"):
+        for name, low, high in (
+            ("max_model_len", 2, 1 << 31),  # one token of prompt and one of answer
+            ("num_kv_blocks", 1, 1 << 31),
+            ("num_threads", 1, 1024),
+        ):
             if getattr(self, name) is not None:
-                self._check_count(name, 1, 1 << 31)
+                self._check_count(name, low, high)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs "

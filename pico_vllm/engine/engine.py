@@ -17,10 +17,11 @@ from pico_vllm.errors import (
     ContextLengthError,
     EmptyPromptError,
     InvalidRequestError,
+    ModelLoadError,
     TokenOutOfRangeError,
 )
 from pico_vllm.outputs import StepEvents
-from pico_vllm.request import Request
+from pico_vllm.request import FinishReason, Request
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.scheduler.scheduler import Scheduler
 
@@ -152,7 +153,7 @@ class Engine:
             if plan is None:
                 return StepEvents()
             pending = self._runner.launch(plan)
-            return self._scheduler.commit(plan, pending.result())
+            events = self._scheduler.commit(plan, pending.result())
         except Exception:
             events = self._scheduler.fail(plan)
             logger.exception("step_failed num_requests=%d", len(events.request_ids))
@@ -160,6 +161,12 @@ class Engine:
         except BaseException:
             self._undelivered = self._scheduler.fail(plan)
             raise
+        if FinishReason.ERROR in events.finish_reasons:
+            logger.warning(
+                "bad_logits: NaN or infinity ended %d",
+                events.finish_reasons.count(FinishReason.ERROR),
+            )
+        return events
 
     def warm_up(self, num_tokens: int) -> None:
         """Decode one request of that many tokens before anybody waits, so that what is made on
@@ -169,7 +176,12 @@ class Engine:
             params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
             self.add_request([0], params)
             while self.has_work():
-                self.step()
+                if FinishReason.ERROR in self.step().finish_reasons:
+                    raise ModelLoadError(
+                        "the model cannot compute a first answer: its weights give NaN or "
+                        "infinity, or a step failed (the log says which); check the weight files",
+                        param="model",
+                    )
             self._request_numbers = itertools.count()
 
     def check_invariants(self) -> None:

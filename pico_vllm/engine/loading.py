@@ -24,7 +24,7 @@ from pico_vllm.layers.linear import OneDnnWeight
 from pico_vllm.models.gguf import GGUFSource
 from pico_vllm.models.hub import ModelFiles, read_hf_config, resolve_model
 from pico_vllm.models.llama import LlamaForCausalLM, parameter_shapes
-from pico_vllm.models.loader import WeightLoader
+from pico_vllm.models.loader import WeightLoader, bytes_in_memory, own_format
 from pico_vllm.models.registry import MODELS
 from pico_vllm.models.weights import DummySource, SafetensorsSource, WeightSource, check_names
 from pico_vllm.sampler.sampler import Sampler
@@ -67,13 +67,14 @@ def load_model(
             has_fast_bf16=device.type == "cuda" or hardware.cpu_has_fast_bf16(),
             num_threads=torch.get_num_threads(),
         )
+        _warn_of_shorter_window(config, resolved, model_config)
+        check_memory(resolved, model_config, source, device)
         model = load_weights(model_config, resolved, source, device, on_progress)
     finally:
         source.close()
     resolved = settle_graphs(settle_kv_blocks(resolved, model_config, device), model)
     engine = build_engine(model, model_config, resolved, tokenizer, device)
-    if resolved.cpu_graph == "on":
-        engine.warm_up(USES_BEFORE_CAPTURE + 2)
+    engine.warm_up(USES_BEFORE_CAPTURE + 2 if resolved.cpu_graph == "on" else 1)
     logger.info("engine_ready %s", " ".join(f"{k}={v}" for k, v in describe(resolved).items()))
     return LoadedModel(engine, tokenizer, model_config, model.num_bytes)
 
@@ -95,9 +96,8 @@ def open_model(
         if has_tokenizer or config.load_format != "dummy":
             if files.kind == "config":
                 raise ModelLoadError(
-                    f"{config.model} is a configuration without weights; pass load_format='dummy' "
-                    "to run it with "
-                    "random ones",
+                    f"{config.model} is a configuration without weights; run it with random ones "
+                    "by load_format dummy",
                     param="load_format",
                 )
             tokenizer = Tokenizer.from_directory(files.path)
@@ -168,6 +168,12 @@ def settle_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _weight_dtype(config: EngineConfig) -> torch.dtype:
+    """Of weights that are not packed."""
+    named = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    return named.get(config.weight_format, TORCH_DTYPES[config.dtype])
+
+
 def load_weights(
     model_config: ModelConfig,
     config: EngineConfig,
@@ -184,7 +190,7 @@ def load_weights(
             on_progress(min(num_done, num_tensors), num_tensors)
 
     dtype = TORCH_DTYPES[config.dtype]
-    weight_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(config.weight_format, dtype)
+    weight_dtype = _weight_dtype(config)
     loader = WeightLoader(
         source,
         dtype=dtype,
@@ -196,6 +202,58 @@ def load_weights(
     )
     assert config.max_model_len is not None
     return MODELS[model_config.architecture](model_config, loader, config.max_model_len)
+
+
+def _warn_of_shorter_window(
+    asked: EngineConfig, resolved: EngineConfig, model: ModelConfig
+) -> None:
+    assert resolved.max_model_len is not None
+    if asked.max_model_len is None and resolved.max_model_len < model.max_model_len_default:
+        why = "a sliding window" if model.sliding_window is not None else "dynamic RoPE"
+        logger.warning(
+            "the model's window of %d tokens has %s, which is exact up to %d: longer is refused",
+            model.max_model_len_default,
+            why,
+            resolved.max_model_len,
+        )
+
+
+def check_memory(
+    config: EngineConfig, model: ModelConfig, source: WeightSource, device: torch.device
+) -> None:
+    """Refuse a start that cannot fit, before any weight is read.
+
+    Raises:
+        ConfigError: with what is needed, what is free, and what would help.
+    """
+    assert config.max_model_len is not None
+    shapes = parameter_shapes(model)
+    if model.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    weights = bytes_in_memory(
+        shapes,
+        source.tensors,
+        keeps_packed=config.weight_format == "keep" and device.type == "cpu",
+        weight_itemsize=_weight_dtype(config).itemsize,
+        vector_itemsize=TORCH_DTYPES[config.dtype].itemsize,
+    )
+    token_bytes = model.kv_bytes_per_token(TORCH_DTYPES[config.dtype].itemsize)
+    kv = 0
+    if config.kv == "contiguous":
+        kv = token_bytes * config.max_model_len * config.max_num_seqs
+    elif config.kv == "paged":
+        kv = token_bytes * config.block_size * (config.num_kv_blocks or 1)
+    if device.type == "cpu":
+        free = hardware.available_memory_bytes()
+    else:
+        free = torch.cuda.mem_get_info(device)[0]
+    if weights + kv > free:
+        raise ConfigError(
+            f"weights in {config.weight_format} take {weights / 2**30:.2f} GiB and the KV cache at "
+            f"least {kv / 2**30:.2f}, but {free / 2**30:.2f} GiB are free on {device}; use a "
+            "smaller weight_format (keep, bf16), num_kv_blocks or max_num_seqs, or another model",
+            param="num_kv_blocks" if weights < free else "model",
+        )
 
 
 def settle_kv_blocks(
@@ -230,6 +288,12 @@ def settle_kv_blocks(
                 param="num_kv_blocks",
             )
     max_model_len = min(config.max_model_len, num_blocks * config.block_size)
+    if max_model_len < 2:
+        raise ConfigError(
+            f"a KV pool of {num_blocks} blocks of {config.block_size} tokens holds no request of "
+            "one prompt token and one answer token; raise num_kv_blocks or block_size",
+            param="num_kv_blocks",
+        )
     if max_model_len < config.max_model_len:
         logger.warning(
             "the KV pool of %d blocks of %d tokens holds %d tokens: the window shrinks from %d "
@@ -241,7 +305,9 @@ def settle_kv_blocks(
 
 def settle_graphs(config: EngineConfig, model: LlamaForCausalLM) -> EngineConfig:
     """Turn graphs off where they cannot be: oneDNN's weights do not go into a TorchScript graph."""
-    has_opaque = any(isinstance(linear.weight, OneDnnWeight) for linear in model.linears)
+    has_opaque = any(
+        isinstance(own_format(linear.weight), OneDnnWeight) for linear in model.linears
+    )
     if config.device != "cpu" or config.kv != "paged" or has_opaque:
         return replace(config, cpu_graph="off")
     return config

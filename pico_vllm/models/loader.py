@@ -7,7 +7,8 @@ bits the whole is held in 8, if one part is in no packed form the whole is dense
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from pico_vllm.layers.linear import (
     OneDnnWeight,
     Weight,
 )
-from pico_vllm.models.weights import WeightSource
+from pico_vllm.models.weights import EMBEDDING, TensorInfo, WeightSource
 
 FOUR_BIT = {"q4_0", "q4_1", "q4_k"}
 EIGHT_BIT = {"q8_0", "q6_k"}
@@ -44,6 +45,54 @@ class CastingWeight:
 
     def dequantize(self) -> Tensor:
         return self.weight.dequantize()
+
+
+_FUSED = re.compile(r"(?<=\.)([qkv]|gate|up)_(?=proj\.)")
+"""Parts of one linear have one name but for this."""
+
+
+def bytes_in_memory(
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, TensorInfo],
+    *,
+    keeps_packed: bool,
+    weight_itemsize: int,
+    vector_itemsize: int,
+) -> int:
+    """Memory that all weights will take, by the choices that WeightLoader makes."""
+    fused: dict[str, list[str]] = {}
+    total = 0
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            total += shape[0] * vector_itemsize
+        else:
+            fused.setdefault(_FUSED.sub("", name), []).append(name)
+    for names in fused.values():
+        shape = (sum(shapes[name][0] for name in names), shapes[names[0]][1])
+        storages = {tensors[name].storage for name in names}
+        packed = packed_class(storages, shape, is_embedding=names == [EMBEDDING])
+        if keeps_packed and packed is not None:
+            total += packed.bytes_for(shape)
+        else:
+            total += shape[0] * shape[1] * weight_itemsize
+    return total
+
+
+def packed_class(
+    storages: set[str], shape: tuple[int, int], *, is_embedding: bool
+) -> type[Int4Weight] | type[Int8Weight] | None:
+    """Which packed form takes parts of these storage types; None where they must be plain."""
+    # An embedding is read row by row, which 4-bit weights do not offer.
+    if storages <= FOUR_BIT and not is_embedding and Int4Weight.fits(shape):
+        return Int4Weight
+    if storages <= FOUR_BIT | EIGHT_BIT and Int8Weight.fits(shape):
+        return Int8Weight
+    return None
+
+
+def own_format(weight: Weight) -> Weight:
+    """The weight itself, without what casts for it."""
+    return weight.weight if isinstance(weight, CastingWeight) else weight
 
 
 class WeightLoader:
@@ -91,18 +140,15 @@ class WeightLoader:
 
     def _weight(self, names: Sequence[str], *, is_embedding: bool = False) -> Weight:
         infos = [self._source.tensors[name] for name in names]
-        storages = {info.storage for info in infos}
         shape = (sum(info.shape[0] for info in infos), infos[0].shape[1])
+        packed = None
+        if self._keeps_packed:
+            storages = {info.storage for info in infos}
+            packed = packed_class(storages, shape, is_embedding=is_embedding)
         weight: Weight
-        # An embedding is read row by row, which 4-bit weights do not offer.
-        if (
-            self._keeps_packed
-            and storages <= FOUR_BIT
-            and not is_embedding
-            and Int4Weight.fits(shape)
-        ):
+        if packed is Int4Weight:
             weight = Int4Weight.from_rows(shape, lambda rows: self._read_codes(names, rows))
-        elif self._keeps_packed and storages <= FOUR_BIT | EIGHT_BIT and Int8Weight.fits(shape):
+        elif packed is Int8Weight:
             weight = Int8Weight.from_rows(shape, lambda rows: self._read_rows(names, rows))
         else:
             weight = self._dense(names, shape, is_embedding=is_embedding)
