@@ -47,8 +47,6 @@ class Request:
     row: int = -1
     """Row of the runner's batch state while running."""
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    """The id that ended it, where one did."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -61,7 +59,3 @@ class Request:
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_token_ids) + self.max_tokens
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED

@@ -42,7 +42,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted once for each time the token was generated; in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output; in (0, 10]."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output;
+    in [0.01, 10]."""
     logit_bias: Mapping[int, float] | None = None
     """Token id to a number in [-100, 100] added to its logit."""
     seed: int | None = None
@@ -85,7 +86,7 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, exclusive_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         if self.seed is not None:
             _check_int("seed", self.seed, INT64_MIN, INT64_MAX)
         _check_int("n", self.n, 1, 128)
@@ -180,7 +181,7 @@ def _checked_stop_ids(ids: object) -> tuple[int, ...]:
 
 
 def _checked_bias(bias: object) -> dict[int, float] | None:
-    if bias is None or bias == {}:
+    if bias is None or (isinstance(bias, Mapping) and len(bias) == 0):
         return None
     if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
         count = f" of {len(bias)} entries" if isinstance(bias, Mapping) else f", not {_show(bias)}"

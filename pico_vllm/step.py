@@ -21,7 +21,7 @@ class NewRow:
 
     row: int
     token_ids: Sequence[int]
-    """Prompt, and after a preemption what had been generated."""
+    """The prompt, and what had been generated where a request enters again."""
     num_prompt_tokens: int
     params: SamplingParams
     stop_token_ids: frozenset[int]

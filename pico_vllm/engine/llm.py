@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from pico_vllm.config.engine import EngineConfig, KvKind, WeightFormat
@@ -126,10 +127,12 @@ class LLM:
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
-        **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template.
+
+        chat_template_kwargs: variables for the template, such as enable_thinking.
 
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
@@ -139,7 +142,7 @@ class LLM:
         conversations: Sequence[Any] = (
             messages if is_list and not isinstance(messages[0], dict) else [messages]
         )
-        token_lists = [self._encode_chat(each, template_variables) for each in conversations]
+        token_lists = [self._encode_chat(each, chat_template_kwargs) for each in conversations]
         return self._run(
             token_lists, [None] * len(token_lists), _one_each(params, len(token_lists)), on_finish
         )
@@ -154,7 +157,7 @@ class LLM:
         """
         self._check_open()
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
-            token_ids = self._encode_chat(prompt, {})
+            token_ids = self._encode_chat(prompt, None)
         else:
             (one_prompt,) = _as_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
             token_ids = self._encode(one_prompt)
@@ -186,9 +189,10 @@ class LLM:
             return self.tokenizer.encode(prompt)
         return list(prompt)
 
-    def _encode_chat(self, messages: object, variables: dict[str, Any]) -> list[int]:
+    def _encode_chat(self, messages: object, variables: Mapping[str, Any] | None) -> list[int]:
+        messages = list(messages) if isinstance(messages, tuple) else messages
         return self.tokenizer.encode_chat(
-            messages, **({"max_tokens": self.engine.max_model_len} | variables)
+            messages, max_tokens=self.engine.max_model_len, client_variables=variables
         )
 
     def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -249,6 +253,9 @@ class LLM:
         with self._lock:
             self._check_open()
             for index in range(params.n):
+                if index == 1:
+                    # The prompt's log-probabilities are the same for all: one computes them.
+                    params = replace(params, prompt_logprobs=None)
                 request_id = self.engine.add_request(
                     group.output.prompt_token_ids, params, sample_index=index
                 )

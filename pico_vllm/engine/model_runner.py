@@ -16,16 +16,13 @@ from pico_vllm.cache.kv_pool import DecodeStep
 from pico_vllm.engine.batch_builder import BatchBuilder
 from pico_vllm.engine.cpu_graph import CpuGraphs
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.layers.attention import KVStep
 from pico_vllm.sampler.sampler import Sampler, token_logprobs
 from pico_vllm.step import NO_TOKEN, StepPlan, StepResult, TokenLogprobs
 
 LOGITS_CHUNK_BYTES = 8 << 20
 """Most memory for logits at once where a request wants them for its whole prompt. With what is made
 of them and what malloc keeps it comes to some 40 MiB; chunks of 64 MiB came to 290."""
-
-
-class KVStep(Protocol):
-    def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor: ...
 
 
 class KVCache(Protocol):

@@ -251,7 +251,6 @@ def _new_row(request: Request) -> NewRow:
 def _end_of(request: Request, token_id: int) -> FinishReason | None:
     num_output_tokens = len(request.output_token_ids)
     if token_id in request.stop_token_ids and num_output_tokens > request.params.min_tokens:
-        request.stop_token_id = token_id
         return FinishReason.STOP
     if num_output_tokens >= request.max_tokens:
         return FinishReason.LENGTH

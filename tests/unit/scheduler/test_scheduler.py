@@ -156,7 +156,6 @@ class World:
             is_stop = is_stop and len(answer) > request.params.min_tokens
             assert self.ended[request_id] is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
             assert request.finish_reason is self.ended[request_id]
-            assert request.stop_token_id == (answer[-1] if is_stop else None)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
