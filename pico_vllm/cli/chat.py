@@ -111,7 +111,7 @@ class _Chat:
                 note("Ctrl-C once more leaves, as does Ctrl-D")
                 continue
             num_interrupts = 0
-            if line == "/exit":
+            if line.partition(" ")[0] == "/exit":
                 return
             if line.startswith("/"):
                 self._obey(line)

@@ -242,6 +242,8 @@ def _dtype(keys: HfKeys) -> str:
     """transformers 5 writes `dtype`, 4 `torch_dtype`; a file with neither is taken for float32."""
     new, old = keys.text("dtype"), keys.text("torch_dtype")
     name = (new or old or "float32").removeprefix("torch.")
+    if new and old and old.removeprefix("torch.") != name:
+        raise keys.refuse("torch_dtype", f"is {show(old)}, but dtype is {show(new)}: name one type")
     if name not in _DTYPES:
         key = "dtype" if new else "torch_dtype"
         raise keys.refuse(key, f"is {show(name)}: must be one of {', '.join(_DTYPES)}")

@@ -82,6 +82,10 @@ def rope_from_hf(config: HfKeys, *, max_position: int) -> RopeConfig:
             raise keys.refuse("partial_rotary_factor", f"is {partial}: only 1.0 is supported")
     beside = config.number("rope_theta", 10000.0, low=1.0)
     theta = rope.number("rope_theta", beside, low=1.0)
+    if config.values.get("rope_theta") is not None and beside != theta:
+        raise config.refuse(
+            "rope_theta", f"is {beside}, but {name} says {theta}: correct the one that is wrong"
+        )
     if theta == 1.0:
         raise config.refuse("rope_theta", "is 1.0: must be above 1")
     original = _original_max_position(config, rope, kind, max_position)

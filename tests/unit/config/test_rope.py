@@ -52,11 +52,10 @@ def test_both_spellings_give_the_same(name: str, key: str) -> None:
 
 
 def test_precedence_is_that_of_transformers() -> None:
-    """A theta inside wins over one beside; rope_scaling wins over rope_parameters."""
+    """rope_scaling wins over rope_parameters, its theta too."""
     both = {
         "rope_scaling": {"rope_type": "linear", "factor": 3.0, "rope_theta": 7e4},
         "rope_parameters": {"rope_type": "linear", "factor": 2.0},
-        "rope_theta": 9e4,
     }
     rope = load(**both).rope
     theirs = transformers.LlamaConfig(**SIZES, **copy.deepcopy(both)).rope_parameters
@@ -185,3 +184,12 @@ def test_scaling_that_is_not_an_object_is_refused(value: object) -> None:
 def test_null_and_empty_scaling_is_plain_rope() -> None:
     """null and {} both mean that nothing is scaled."""
     assert load(rope_scaling=None).rope == load(rope_scaling={}).rope == RopeConfig()
+
+
+def test_two_thetas_that_differ_are_refused() -> None:
+    """A rope_theta beside rope_parameters that says another one is never passed over."""
+    parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    with pytest.raises(ModelLoadError, match=r"rope_theta.* is 5\.0, but rope_parameters says"):
+        load(rope_theta=5.0, rope_parameters=parameters)
+    same = load(rope_theta=10000.0, rope_parameters=parameters)
+    assert same.rope.theta == 10000.0
