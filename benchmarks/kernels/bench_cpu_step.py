@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pico_vllm.config.model import RopeConfig
-from pico_vllm.kernels.paged_decode import paged_decode, plan_decode
-from pico_vllm.kernels.store_kv import plan_store, store_kv
+from pico_vllm.kernels.cpu.paged_decode import paged_decode, plan_decode
+from pico_vllm.kernels.cpu.store_kv import plan_store, store_kv
 from pico_vllm.layers.linear import DenseWeight, Int4Weight, Int8Weight, Linear, OneDnnWeight
 from pico_vllm.layers.mlp import silu_mul
 from pico_vllm.layers.norm import RMSNorm

@@ -20,10 +20,10 @@ from torch import Tensor
 from pico_vllm.cache.block_manager import BlockCopy
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
-from pico_vllm.kernels.kv_rows import KVRows
-from pico_vllm.kernels.paged_decode import DecodePlan, attend_rows, paged_decode, plan_decode
-from pico_vllm.kernels.paged_prefill import paged_prefill
-from pico_vllm.kernels.store_kv import StorePlan, plan_store, store_kv, store_rows
+from pico_vllm.kernels.cpu.kv_rows import KVRows
+from pico_vllm.kernels.cpu.paged_decode import DecodePlan, attend_rows, paged_decode, plan_decode
+from pico_vllm.kernels.cpu.paged_prefill import paged_prefill
+from pico_vllm.kernels.cpu.store_kv import StorePlan, plan_store, store_kv, store_rows
 
 
 def allocate_pool(

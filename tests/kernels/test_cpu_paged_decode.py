@@ -7,7 +7,8 @@ import pytest
 import torch
 from paged import TOLERANCE, PagedCase, dense_attention, paged_case
 
-from pico_vllm.kernels.paged_decode import paged_decode, paged_decode_reference, plan_decode
+from pico_vllm.kernels.cpu.paged_decode import paged_decode, plan_decode
+from pico_vllm.kernels.paged_decode import paged_decode_reference
 
 SCALE = 0.125
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from paged import TOLERANCE, dense_attention, paged_case
 
-from pico_vllm.kernels.paged_prefill import paged_prefill, paged_prefill_reference
+from pico_vllm.kernels.cpu.paged_prefill import paged_prefill
+from pico_vllm.kernels.paged_prefill import paged_prefill_reference
 
 SCALE = 0.125
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from paged import LAYER, NUM_LAYERS, empty_layer
 
-from pico_vllm.kernels.store_kv import plan_store, store_kv, store_kv_reference
+from pico_vllm.kernels.cpu.store_kv import plan_store, store_kv
+from pico_vllm.kernels.store_kv import store_kv_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
