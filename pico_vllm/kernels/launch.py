@@ -1,0 +1,43 @@
+"""What all Triton kernels share: programmatic dependent launch, and the plain fallback.
+
+Under programmatic dependent launch (compute capability 9.0 and newer) a kernel's blocks may start
+while the kernel before it still runs: they fetch what does not depend on it, wait, and go on. Every
+kernel of a forward pass calls `wait_for_inputs` before it reads or writes anything that another
+kernel writes, so that waiting for the last one is waiting for all.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+IS_INTERPRETED = triton.knobs.runtime.interpret
+"""TRITON_INTERPRET=1: kernels run in NumPy, on CPU tensors."""
+
+
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments of every launch: the constexpr USE_PDL and the launch attribute."""
+    use_pdl = has_dependent_launch(device)
+    return {"USE_PDL": use_pdl, "launch_pdl": use_pdl} if use_pdl else {"USE_PDL": False}
+
+
+@triton.jit
+def wait_for_inputs(USE_PDL: tl.constexpr):
+    """From here on, what earlier kernels wrote may be read and overwritten."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(USE_PDL: tl.constexpr):
+    """The next kernel may start once all blocks of this one have come here."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
