@@ -41,3 +41,16 @@ def let_next_start(USE_PDL: tl.constexpr):
     """The next kernel may start once all blocks of this one have come here."""
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_to_l2(pointers):
+    """Bring the lines at these addresses closer without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,13 +1,34 @@
 """Attention of one new token per request over its paged KV.
 
-R requests, H query heads, G KV heads, D head dim, B blocks in pool, S block_size,
-M block-table width
+R requests, H query heads, G KV heads, N = H + 2 G heads of the fused projection, D head dim,
+B blocks in pool, S block_size, W rows of the block table, M its width
+
+A program takes one (request, KV head, split): all query heads that share the KV head use the same
+loads, and long contexts are cut into splits. The number of programs does not depend on the lengths,
+so that a CUDA graph can hold the launch: programs whose split is empty leave at once. The program
+that finishes a (request, KV head) last adds up its splits, in their order.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from pico_vllm.kernels.launch import (
+    IS_INTERPRETED,
+    launch_options,
+    let_next_start,
+    prefetch_to_l2,
+    wait_for_inputs,
+)
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 64
+"""More than this and adding up takes longer than it saves."""
 
 
 def paged_decode_reference(
@@ -34,3 +55,341 @@ def paged_decode_reference(
         weights = torch.softmax(q_GrD @ k_GND.transpose(1, 2) * scale, -1)
         out_RHD[r] = (weights @ v_GND).reshape(num_heads, head_dim).to(q_RHD.dtype)
     return out_RHD
+
+
+@triton.jit
+def _rotated(x_ptr, norm_ptr, cos, sin, d, dot_mask, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Rows at x_ptr (one a head, broadcast over d), normalised if asked, then rotated; fp32."""
+    other = (d + D // 2) % D
+    x = tl.load(x_ptr + d[None, :], mask=dot_mask, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + other[None, :], mask=dot_mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        dtype = x_ptr.dtype.element_ty
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        d_mask = d < D
+        weight = tl.load(norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        other_weight = tl.load(norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        x = (x * inverse * weight).to(dtype).to(tl.float32)
+        y = (y * inverse * other_weight).to(dtype).to(tl.float32)
+    return x * cos[None, :] + y * sin[None, :]
+
+
+@triton.jit
+def _paged_decode_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, out_ptr,
+    partial_ptr, stats_ptr, counter_ptr,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+    scale_log2, eps,
+    q_stride, block_stride, head_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    IS_FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
+    PREFETCHES: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(USE_PDL)
+    r, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Lengths, tables and the KV of earlier steps lie complete before the step's first kernel.
+    seq_len = tl.load(seq_lens_ptr + r)
+    row = tl.load(rows_ptr + r)
+    table_ptr += row.to(tl.int64) * table_stride
+    num_cached = seq_len - IS_FUSED  # the fused kernel brings the last token itself
+    num_tiles = tl.cdiv(num_cached, BLOCK_N)
+    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
+    start = split * tiles_per_split * BLOCK_N
+    end = tl.minimum(start + tiles_per_split * BLOCK_N, num_cached)
+    num_used = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tiles_per_split, 1)), 1)
+    if split >= num_used:
+        # Waits too: whoever waits for this kernel waits for all before it.
+        wait_for_inputs(USE_PDL)
+        return
+
+    d, n = tl.arange(0, D_PAD), tl.arange(0, BLOCK_N)
+    d_mask = d < D
+    heads = tl.arange(0, GROUP_PAD)
+    head_mask = heads < GROUP
+    hd_mask = head_mask[:, None] & d_mask[None, :]
+    kv_head_offset = g.to(tl.int64) * head_stride
+    if PREFETCHES:
+        first = start + n
+        first_blocks = tl.load(table_ptr + first // S, mask=first < end, other=0).to(tl.int64)
+        line = tl.arange(0, D_PAD * 2 // 128) * 64
+        lines = (
+            (first_blocks * block_stride + (first % S) * D)[:, None]
+            + line[None, :]
+            + kv_head_offset
+        )
+        prefetch_to_l2(k_ptr + lines)
+        prefetch_to_l2(v_ptr + lines)
+    out_ptrs = out_ptr + ((r * NUM_KV_HEADS + g) * GROUP + heads[:, None]) * D + d[None, :]
+    if IS_FUSED:
+        position = tl.maximum(seq_len - 1, 0).to(tl.int64)
+        cos = tl.load(cos_ptr + position * D + d, mask=d_mask, other=0.0)
+        sin = tl.load(sin_ptr + position * D + d, mask=d_mask, other=0.0)
+    wait_for_inputs(USE_PDL)
+    if seq_len == 0:
+        tl.store(out_ptrs, tl.zeros((GROUP_PAD, D_PAD), out_ptr.dtype.element_ty), mask=hd_mask)
+        return
+
+    dtype = q_ptr.dtype.element_ty
+    q_ptrs = q_ptr + r.to(tl.int64) * q_stride + (g * GROUP + heads)[:, None] * D
+    highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
+    if IS_FUSED:
+        q_rot = _rotated(q_ptrs, q_norm_ptr, cos, sin, d, hd_mask, eps, D, HAS_NORM).to(dtype)
+        if split == 0:
+            # The new token: its KV goes to the pool, and into the sums from here.
+            one = tl.arange(0, 1)[:, None]
+            k_row = q_ptr + r.to(tl.int64) * q_stride + (NUM_KV_HEADS * GROUP + g + one) * D
+            k_new = _rotated(k_row, k_norm_ptr, cos, sin, d, d_mask[None, :], eps, D, HAS_NORM).to(
+                dtype
+            )
+            v_row = k_row + NUM_KV_HEADS * D
+            v_new = tl.load(v_row + d[None, :], mask=d_mask[None, :], other=0.0)
+            block = tl.load(table_ptr + position // S).to(tl.int64)
+            new = block * block_stride + kv_head_offset + (position % S) * D + d[None, :]
+            tl.store(k_ptr + new, k_new, mask=d_mask[None, :])
+            tl.store(v_ptr + new, v_new, mask=d_mask[None, :])
+            products = q_rot.to(tl.float32) * k_new.to(tl.float32)
+            highest = tl.sum(products, axis=1) * scale_log2
+            total += 1.0
+            acc += v_new.to(tl.float32)
+    else:
+        q_rot = tl.load(q_ptrs + d[None, :], mask=hd_mask, other=0.0)
+
+    for at0 in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
+        at = at0 + n
+        is_there = at < end
+        blocks = tl.load(table_ptr + at // S, mask=is_there, other=0).to(tl.int64)
+        offsets = (blocks * block_stride + kv_head_offset + (at % S) * D)[:, None] + d[None, :]
+        kv_mask = is_there[:, None] & d_mask[None, :]
+        k = tl.load(k_ptr + offsets, mask=kv_mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=kv_mask, other=0.0)
+        scores = tl.dot(q_rot, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.where(is_there[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        highest = new_highest
+
+    if num_used > 1:
+        pair = r * NUM_KV_HEADS + g
+        stats = stats_ptr + pair * NUM_SPLITS * GROUP * 2 + heads * 2
+        partial = (
+            partial_ptr
+            + pair.to(tl.int64) * NUM_SPLITS * GROUP * D
+            + heads[:, None] * D
+            + d[None, :]
+        )
+        tl.store(stats + split * GROUP * 2, highest, mask=head_mask)
+        tl.store(stats + split * GROUP * 2 + 1, total, mask=head_mask)
+        tl.store(partial + split * GROUP * D, acc, mask=hd_mask)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        num_done = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
+        if num_done < num_used - 1:
+            return
+        tl.debug_barrier()
+        highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+        total = tl.zeros((GROUP_PAD,), tl.float32)
+        acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
+        for i in tl.range(0, num_used, num_stages=1, loop_unroll_factor=4):
+            split_highest = tl.load(
+                stats + i * GROUP * 2, mask=head_mask, other=0.0, cache_modifier=".cg"
+            )
+            split_total = tl.load(
+                stats + i * GROUP * 2 + 1, mask=head_mask, other=1.0, cache_modifier=".cg"
+            )
+            split_acc = tl.load(
+                partial + i * GROUP * D, mask=hd_mask, other=0.0, cache_modifier=".cg"
+            )
+            new_highest = tl.maximum(highest, split_highest)
+            shrink, split_shrink = (
+                tl.exp2(highest - new_highest),
+                tl.exp2(split_highest - new_highest),
+            )
+            total = total * shrink + split_total * split_shrink
+            acc = acc * shrink[:, None] + split_acc * split_shrink[:, None]
+            highest = new_highest
+        tl.store(counter_ptr + pair, 0)
+    tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=hd_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScratch:
+    """Where splits leave their part until they are added up. One serves all layers of a step: a
+    layer's attention is over before the next one's begins."""
+
+    partials: Tensor
+    """fp32, at least R * G * splits * (H / G) * D."""
+    stats: Tensor
+    """fp32, at least R * G * splits * (H / G) * 2: highest score and sum of weights."""
+    counters: Tensor
+    """[>= R * G] int32, zeros between launches."""
+
+    @classmethod
+    def allocate(
+        cls,
+        max_requests: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> DecodeScratch:
+        most = max(
+            num_requests * num_splits(num_requests, num_kv_heads)
+            for num_requests in range(1, max_requests + 1)
+        )
+        return cls(
+            torch.empty(most * num_heads * head_dim, dtype=torch.float32, device=device),
+            torch.empty(most * num_heads * 2, dtype=torch.float32, device=device),
+            torch.zeros(max_requests * num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def num_splits(num_requests: int, num_kv_heads: int) -> int:
+    """Enough programs for two on each of some 132 multiprocessors, whatever the lengths."""
+    wanted = 264 // (num_requests * num_kv_heads)
+    return max(1, min(MAX_SPLITS, 1 << (wanted.bit_length() - 1) if wanted else 1))
+
+
+def tile_options(row_bytes: int) -> dict[str, int]:
+    """Tile and warps by the bytes of one head's key."""
+    return {"BLOCK_N": 64 if row_bytes <= 256 else 32, "NUM_STAGES": 2, "num_warps": 8}
+
+
+def paged_decode(
+    q_RHD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    block_table_WM: Tensor,
+    rows_R: Tensor,
+    seq_lens_R: Tensor,
+    *,
+    scale: float,
+    scratch: DecodeScratch,
+) -> Tensor:
+    """Attend one new token per request over its paged KV, which is stored already.
+
+    Shapes:
+        q_RHD          bf16, fp16 or fp32, heads contiguous
+        k/v_BGSD       K and V of one layer of the pool, dtype of q
+        block_table    [W, M] int32; entries past ceil(seq_len / S) are never read
+        rows_R         int32, the row of the table that belongs to each request
+        seq_lens_R     int32, tokens, counting the token being decoded
+        returns        [R, H, D], dtype of q; softmax and sums in fp32
+
+    Raises:
+        ValueError: H is not a multiple of G, or dtypes, strides or the scratch do not fit.
+
+    Not checked, as it would stall the stream: block ids in range. A row with seq_len 0 gives zeros.
+    Same answer as paged_decode_reference. The bits of a request depend on R, through the number of
+    splits, but not on what else is in the batch.
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1; online softmax, arXiv:1805.02867;
+    splits, Dao et al. 2023, Flash-Decoding.
+    """
+    num_heads, head_dim = q_RHD.shape[1:]
+    if q_RHD.stride(1) != head_dim or q_RHD.stride(2) != 1:
+        raise ValueError(f"q has strides {q_RHD.stride()}; its heads must be contiguous")
+    return _launch(
+        q_RHD, num_heads, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, scale, scratch
+    )
+
+
+def rope_paged_decode(
+    qkv_RND: Tensor,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    block_table_WM: Tensor,
+    rows_R: Tensor,
+    seq_lens_R: Tensor,
+    *,
+    scale: float,
+    scratch: DecodeScratch,
+    q_norm_D: Tensor | None = None,
+    k_norm_D: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """RoPE (after QK-norm where weights are given), store of the new KV and paged_decode in one.
+
+    Shapes:
+        qkv_RND        the fused projection, contiguous: a token's H queries, G keys, G values
+        cos/sin_PD     fp32 tables by position; sin with the minus sign in its first half
+        the rest       as paged_decode; the pool is written at position seq_len - 1 of each request
+
+    Raises:
+        ValueError: as paged_decode.
+
+    Same answer as rope_store_kv and paged_decode, but for the new token's score, which is summed in
+    another order. A row with seq_len 0 stores nothing and gives zeros.
+    """
+    num_all, head_dim = qkv_RND.shape[1:]
+    num_heads = num_all - 2 * k_BGSD.shape[1]
+    if not qkv_RND.is_contiguous():
+        raise ValueError(f"qkv has strides {qkv_RND.stride()}; it must be contiguous")
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} is odd: it has no halves to rotate")
+    rope = (cos_PD, sin_PD, q_norm_D, k_norm_D, eps)
+    return _launch(
+        qkv_RND, num_heads, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, scale, scratch, rope
+    )
+
+
+def _launch(
+    q: Tensor,
+    num_heads: int,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    block_table_WM: Tensor,
+    rows_R: Tensor,
+    seq_lens_R: Tensor,
+    scale: float,
+    scratch: DecodeScratch,
+    rope: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float] | None = None,
+) -> Tensor:
+    num_requests, head_dim = q.shape[0], q.shape[2]
+    num_kv_heads, block_size = k_BGSD.shape[1:3]
+    _check(q, num_heads, k_BGSD, v_BGSD)
+    splits = num_splits(num_requests, num_kv_heads)
+    needed = num_requests * splits * num_heads * head_dim
+    if scratch.partials.numel() < needed or scratch.counters.numel() < num_requests * num_kv_heads:
+        raise ValueError(
+            f"the scratch holds {scratch.partials.numel()} partial sums; {num_requests} requests "
+            f"need {needed}"
+        )
+    out_RHD = torch.empty((num_requests, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    cos, sin, q_norm, k_norm, eps = rope or (q, q, None, None, 0.0)
+    group = num_heads // num_kv_heads
+    head_dim_pad = triton.next_power_of_2(head_dim)
+    _paged_decode_kernel[(num_requests, num_kv_heads, splits)](
+        q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, out_RHD,
+        scratch.partials, scratch.stats, scratch.counters,
+        cos, sin, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
+        scale * LOG2_E, eps,
+        q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        D=head_dim, D_PAD=head_dim_pad, S=block_size,
+        NUM_SPLITS=splits,
+        IS_FUSED=rope is not None, HAS_NORM=q_norm is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PREFETCHES=not IS_INTERPRETED and head_dim_pad >= 64 and q.dtype.itemsize == 2,
+        **tile_options(head_dim_pad * q.dtype.itemsize), **launch_options(q.device),
+    )  # fmt: skip
+    return out_RHD
+
+
+def _check(q: Tensor, num_heads: int, k_BGSD: Tensor, v_BGSD: Tensor) -> None:
+    num_kv_heads, _, head_dim = k_BGSD.shape[1:]
+    if num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    if not q.dtype == k_BGSD.dtype == v_BGSD.dtype:
+        raise ValueError(f"dtypes differ: q {q.dtype}, k {k_BGSD.dtype}, v {v_BGSD.dtype}")
+    if k_BGSD.stride() != v_BGSD.stride() or k_BGSD.stride()[2:] != (head_dim, 1):
+        raise ValueError(
+            f"k {k_BGSD.stride()} and v {v_BGSD.stride()} need equal strides, and slots and head "
+            "dim contiguous"
+        )
