@@ -1,15 +1,28 @@
 """Attention of prompt chunks: new tokens over their request's cached context and themselves.
 
 T tokens this step, H query heads, G KV heads, D head dim, B blocks in pool, S block_size,
-R requests, M block-table width
+R requests, W rows of the block table, M its width; Q queries and N keys of one request
+
+A program takes a tile: some tokens of one request, times the query heads that share a KV head, as
+the rows of one matrix. It goes over the keys those tokens see, block_n at a time. The number of
+programs depends on T and R alone, so that a CUDA graph can hold the launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.store_kv import check_pool
+
+LOG2_E = 1.4426950408889634
+MAX_HEAD_DIM = 256
 
 
 def paged_prefill_reference(
@@ -42,3 +55,272 @@ def paged_prefill_reference(
         out_THD[tokens] = torch.einsum("hqn,nhd->qhd", weights_HQN, v_NHD).to(q_THD.dtype)
         start += int(query_len)
     return out_THD
+
+
+def paged_prefill_pool_reference(
+    q_THD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    block_table_WM: Tensor,
+    rows_R: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_R: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """The twin of the kernel below, for which this step's tokens lie in the pool too."""
+    group = q_THD.shape[1] // k_BGSD.shape[1]
+    block_size = k_BGSD.shape[2]
+    starts = query_start_loc.tolist()
+    out_THD = torch.zeros_like(q_THD)
+    for r, (row, seq_len) in enumerate(zip(rows_R.tolist(), seq_lens_R.tolist(), strict=True)):
+        tokens, query_len = slice(starts[r], starts[r + 1]), starts[r + 1] - starts[r]
+        if seq_len == 0 or query_len == 0:
+            continue
+        positions_N = torch.arange(seq_len, device=q_THD.device)
+        blocks_N = block_table_WM[row, positions_N // block_size].long()
+        k_NHD, v_NHD = (
+            pool[blocks_N, :, positions_N % block_size].float().repeat_interleave(group, 1)
+            for pool in (k_BGSD, v_BGSD)
+        )
+        scores_HQN = torch.einsum("qhd,nhd->hqn", q_THD[tokens].float(), k_NHD) * scale
+        sees_QN = positions_N <= positions_N[seq_len - query_len :, None]
+        weights_HQN = torch.softmax(scores_HQN.masked_fill(~sees_QN, float("-inf")), -1)
+        out_THD[tokens] = torch.einsum("hqn,nhd->qhd", weights_HQN, v_NHD).to(q_THD.dtype)
+    return out_THD
+
+
+@triton.jit
+def _attend_keys(
+    acc, total, highest, q, positions, k_ptr, v_ptr, table_ptr, start, num_keys, scale_log2,
+    stride_b, stride_s,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_EDGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys start to start + BLOCK_N. IS_EDGE: not all rows see all of them, or not all exist."""
+    key = start + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    # None where there is nothing to mask: the loop over a long context then holds no predicates.
+    if IS_EDGE:
+        is_there = key < num_keys
+        blocks = tl.load(table_ptr + key // S, mask=is_there, other=0)
+        kv_mask = is_there[:, None] & (d < D)[None, :]
+    else:
+        blocks = tl.load(table_ptr + key // S)
+        kv_mask = (d < D)[None, :] if D < D_PAD else None
+    # K and V have the same strides, so they share the addresses.
+    offsets = (blocks.to(tl.int64) * stride_b + key % S * stride_s)[:, None] + d[None, :]
+    k = tl.load(k_ptr + offsets, mask=kv_mask, other=None if kv_mask is None else 0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if IS_EDGE:
+        scores = tl.where(key[None, :] <= positions[:, None], scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    total = total * shrink + tl.sum(weights, 1)
+    v = tl.load(v_ptr + offsets, mask=kv_mask, other=None if kv_mask is None else 0.0)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, total, new_highest
+
+
+# Specialised on neither count: graphs of all sizes share one compiled kernel.
+@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+def _paged_prefill_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, out_ptr,
+    num_tokens, num_requests, scale_log2,
+    stride_qt, stride_qh, stride_b, stride_g, stride_s, stride_w, stride_ot, stride_oh,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(USE_PDL)
+    wait_for_inputs(USE_PDL)
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    # A prompt's last tile takes longest, so the first programs get it: none is left to end alone.
+    g = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
+    tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - tl.program_id(0) // NUM_KV_HEADS
+
+    # Request r has the tiles from query_start_loc[r] // TILE_TOKENS + r on, which leaves room for
+    # one partly filled tile a request. The tokens after the last request are one more, which sees
+    # nothing.
+    r = 0
+    last = num_requests
+    while r < last:
+        middle = (r + last + 1) // 2
+        if tl.load(query_start_loc_ptr + middle) // TILE_TOKENS + middle <= tile:
+            r = middle
+        else:
+            last = middle - 1
+    is_request = r < num_requests
+    query_start = tl.load(query_start_loc_ptr + r)
+    query_end = tl.load(query_start_loc_ptr + r + 1, mask=is_request, other=num_tokens)
+    query_len = query_end - query_start
+    first = (tile - query_start // TILE_TOKENS - r) * TILE_TOKENS
+    if first >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + r, mask=is_request, other=0)
+    row = tl.load(rows_ptr + r, mask=is_request, other=0)
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_PAD)
+    num_tile_tokens = tl.minimum(TILE_TOKENS, query_len - first)
+    md_mask = (m < num_tile_tokens * GROUP)[:, None] & (d < D)[None, :]
+    # 64 bits to the tile, 32 within: the rows' offsets stay in registers over the loops.
+    first_token = (query_start + first).to(tl.int64)
+    q_ptr += first_token * stride_qt + g * GROUP * stride_qh
+    q_rows = m // GROUP * stride_qt + m % GROUP * stride_qh
+    q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=md_mask, other=0.0)
+
+    first_position = seq_len - query_len + first
+    positions = first_position + m // GROUP
+    num_keys = first_position + num_tile_tokens  # at most 0 where seq_len is 0
+    num_unmasked = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+    table_ptr += row.to(tl.int64) * stride_w
+    k_ptr += g * stride_g
+    v_ptr += g * stride_g
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    for start in tl.range(0, num_unmasked, BLOCK_N):
+        acc, total, highest = _attend_keys(
+            acc, total, highest, q, positions, k_ptr, v_ptr, table_ptr, start, num_keys, scale_log2,
+            stride_b, stride_s, D, D_PAD, S, BLOCK_N, False, PRECISION,
+        )  # fmt: skip
+    # Mostly one or two rounds: too few for a pipeline.
+    for start in tl.range(num_unmasked, num_keys, BLOCK_N, num_stages=1):
+        acc, total, highest = _attend_keys(
+            acc, total, highest, q, positions, k_ptr, v_ptr, table_ptr, start, num_keys, scale_log2,
+            stride_b, stride_s, D, D_PAD, S, BLOCK_N, True, PRECISION,
+        )  # fmt: skip
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_ptr += first_token * stride_ot + g * GROUP * stride_oh
+    out_rows = m // GROUP * stride_ot + m % GROUP * stride_oh
+    tl.store(out_ptr + out_rows[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), md_mask)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillConfig:
+    """How the work is cut and compiled; sizes are powers of two."""
+
+    block_m: int
+    """Rows of a tile. As many whole tokens as fit, times H / G."""
+    block_n: int
+    """Keys of one round. Rounds count from position 0, whatever tile or chunk a token is in."""
+    num_warps: int
+    num_stages: int
+    """2: keys and values come one round ahead; 3: and the block table two rounds ahead."""
+    max_registers: int | None = None
+    """Per thread. 128 lets two programs of 8 warps share a multiprocessor."""
+
+
+def choose_config(
+    num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> PrefillConfig:
+    if dtype == torch.float32:
+        # No tensor cores: operands lie in registers, which sets the size.
+        block_n = 32 if head_dim <= 128 else 16
+        return PrefillConfig(block_m=32, block_n=block_n, num_warps=8, num_stages=1)
+    block_n = 128 if 64 < head_dim <= 128 else 64
+    # Large tiles read the KV less often; small ones while there are not enough for all of some 132
+    # multiprocessors.
+    if num_tokens * num_heads < 128 * 132:
+        num_warps = 4 if head_dim <= 128 else 8
+        return PrefillConfig(block_m=64, block_n=block_n, num_warps=num_warps, num_stages=2)
+    return PrefillConfig(block_m=128, block_n=block_n, num_warps=8, num_stages=2)
+
+
+def check_head_dim(head_dim: int) -> None:
+    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim {head_dim} is not supported: it must be a multiple of 8 up to {MAX_HEAD_DIM}"
+        )
+
+
+def paged_prefill(
+    q_THD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    block_table_WM: Tensor,
+    rows_R: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_R: Tensor,
+    *,
+    scale: float,
+    out: Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """Attend each request's new tokens over its paged KV, which holds theirs already. Causal.
+
+    Shapes:
+        q_THD            bf16, fp16 or fp32, last dim contiguous; other strides free
+        k/v_BGSD         one layer of the pool, dtype of q
+        block_table_WM   [W, M] int32, last dim contiguous; a request's entries past
+                         ceil(seq_len / S) are never read
+        rows_R           [R] int32, each request's row of the block table
+        query_start_loc  [R + 1] int32; request r owns tokens query_start_loc[r] to [r + 1], the
+                         last of its seq_len positions. What follows the last request is padding
+        seq_lens_R       [R] int32, tokens, counting the new ones
+        returns          [T, H, D], dtype of q; softmax and sums in fp32. Written to `out` if given
+
+    Raises:
+        ValueError: a head dim, group or scale the kernel cannot take, or shapes, dtypes or strides
+            that do not fit each other.
+
+    Not checked, as it would stall the stream: block ids and rows in range, query_start_loc rising
+    to at most T, query_len <= seq_len where seq_len > 0. A query_len of 0 is a padded request;
+    padding tokens and those of a request with seq_len 0 give zeros.
+    Same answer as paged_prefill_pool_reference. With one config, a token's bits depend neither on
+    what else is in the batch nor on how its prompt is cut into chunks.
+    Source: Dao 2023, arXiv:2307.08691, over the blocks of Kwon et al. 2023, arXiv:2309.06180.
+    """
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv_heads, block_size = k_BGSD.shape[1:3]
+    num_requests = rows_R.shape[0]
+    check_pool(k_BGSD, v_BGSD)
+    check_head_dim(head_dim)
+    config = config or choose_config(num_tokens, num_heads, head_dim, q_THD.dtype)
+    if num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    group = num_heads // num_kv_heads
+    if group > config.block_m:
+        raise ValueError(f"{group} query heads a KV head exceed the tile's {config.block_m} rows")
+    if k_BGSD.shape[3] != head_dim or k_BGSD.dtype != q_THD.dtype:
+        raise ValueError(
+            f"q has head_dim {head_dim} and {q_THD.dtype}, the pool {k_BGSD.shape[3]} and "
+            f"{k_BGSD.dtype}"
+        )
+    if query_start_loc.shape[0] != num_requests + 1 or seq_lens_R.shape[0] != num_requests:
+        raise ValueError(
+            f"{num_requests} rows need as many seq_lens, not {seq_lens_R.shape[0]}, and one more "
+            f"query_start_loc, not {query_start_loc.shape[0]}"
+        )
+    for name, ids in (
+        ("block_table", block_table_WM), ("rows", rows_R),
+        ("query_start_loc", query_start_loc), ("seq_lens", seq_lens_R),
+    ):  # fmt: skip
+        if ids.dtype != torch.int32 or ids.stride(-1) != 1:
+            raise ValueError(f"{name} is {ids.dtype} with strides {ids.stride()}; int32, last 1")
+    if scale <= 0:
+        raise ValueError(f"scale {scale} must be above 0: scores are compared before it is applied")
+    if out is None:
+        out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    elif out.shape != q_THD.shape or out.dtype != q_THD.dtype:
+        raise ValueError(f"out is {list(out.shape)} {out.dtype}; {list(q_THD.shape)} {q_THD.dtype}")
+    if q_THD.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError(f"q {q_THD.stride()} and out {out.stride()} need a contiguous head dim")
+    num_tiles = triton.cdiv(num_tokens, config.block_m // group) + num_requests
+    options = launch_options(q_THD.device)
+    if config.max_registers is not None:
+        options["maxnreg"] = config.max_registers
+    _paged_prefill_kernel[(num_tiles * num_kv_heads,)](
+        q_THD, k_BGSD, v_BGSD, block_table_WM, rows_R, query_start_loc, seq_lens_R, out,
+        num_tokens, num_requests, scale * LOG2_E,
+        *q_THD.stride()[:2], *k_BGSD.stride()[:3], block_table_WM.stride(0), *out.stride()[:2],
+        NUM_KV_HEADS=num_kv_heads, GROUP=group,
+        D=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)), S=block_size,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages, **options,
+    )  # fmt: skip
+    return out
