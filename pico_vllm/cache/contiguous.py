@@ -41,6 +41,8 @@ class NoKV:
 
 
 class NoKVStep:
+    rotates = False
+
     def __init__(self, batch: ForwardBatch, scale: float) -> None:
         self._lengths = batch.query_lens.tolist()
         self._scale = scale
@@ -79,6 +81,8 @@ class ContiguousKV:
 
 
 class ContiguousStep:
+    rotates = False
+
     def __init__(self, kv: Tensor, batch: ForwardBatch, scale: float) -> None:
         self._kv = kv
         self._rows = list(

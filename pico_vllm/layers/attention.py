@@ -1,7 +1,7 @@
-"""Attention: fused QKV projection, optional QK-norm, RoPE, then whatever cache the step brings,
-then the O projection.
+"""Attention with the norm before it and the residual around it: fused QKV projection, optional
+QK-norm, RoPE, whatever cache the step brings, O projection.
 
-T tokens this step, H query heads, G KV heads, D head dim, E hidden size
+T tokens this step, H query heads, G KV heads, N = H + 2 G, D head dim, E hidden size
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pico_vllm.layers.linear import Linear
+from pico_vllm.layers.linear import Linear, Norm
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import apply_rope
 
 
 class KVStep(Protocol):
-    """One step's view of a KV cache."""
+    """One step's view of a KV cache. It offers `attend`, or `rotate_and_attend` if `rotates`."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it applies QK-norm and RoPE itself, in one kernel with storing and attending."""
+        ...
 
     def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor:
         """Store this step's keys and values of one layer, attend, return [T, H, D].
@@ -26,12 +31,19 @@ class KVStep(Protocol):
         """
         ...
 
+    def rotate_and_attend(
+        self, layer: int, qkv_TND: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None
+    ) -> Tensor:
+        """The same from the fused projection as it is. qk_norm: weights of q and k, and eps."""
+        ...
+
 
 class Attention:
     def __init__(
         self,
         layer: int,
         *,
+        norm: Norm,
         qkv: Linear,
         o: Linear,
         q_norm: RMSNorm | None,
@@ -41,6 +53,7 @@ class Attention:
         head_dim: int,
     ) -> None:
         self.layer = layer
+        self.norm = norm
         self.qkv = qkv
         self.o = o
         self.q_norm = q_norm
@@ -49,16 +62,26 @@ class Attention:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
 
-    def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KVStep) -> Tensor:
+    def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor] | None, kv: KVStep) -> Tensor:
+        """cos_sin: of the step's tokens; None where the cache rotates."""
         num_tokens = int(x_TE.shape[0])
         H, G = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x_TE).view(num_tokens, H + 2 * G, self.head_dim)
-        qk = qkv[:, : H + G]
-        normed = qk
-        if self.q_norm is not None and self.k_norm is not None:
-            normed = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
-        # Queries and keys turn by the same angles: one call for both. Written back, the keys lie
-        # beside the values, and a layer's KV is stored in one piece.
-        qk.copy_(apply_rope(normed, *cos_sin))
-        attended_THD = kv.attend(self.layer, qkv[:, :H], qkv[:, H:])
-        return self.o(attended_THD.reshape(num_tokens, H * self.head_dim))
+        qkv = self.qkv.normed(self.norm, x_TE).view(num_tokens, H + 2 * G, self.head_dim)
+        if cos_sin is None:
+            attended_THD = kv.rotate_and_attend(self.layer, qkv, self._qk_norm)
+        else:
+            qk = qkv[:, : H + G]
+            normed = qk
+            if self.q_norm is not None and self.k_norm is not None:
+                normed = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
+            # Queries and keys turn by the same angles: one call for both. Written back, the keys
+            # lie beside the values, and a layer's KV is stored in one piece.
+            qk.copy_(apply_rope(normed, *cos_sin))
+            attended_THD = kv.attend(self.layer, qkv[:, :H], qkv[:, H:])
+        return self.o.added(attended_THD.reshape(num_tokens, H * self.head_dim), x_TE)
+
+    @property
+    def _qk_norm(self) -> tuple[Tensor, Tensor, float] | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.layers.linear import DenseWeight, Int8Weight
 
 
@@ -17,3 +18,6 @@ class Embedding:
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         return self.weight.rows(token_ids_T).to(self.dtype)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        return self(batch.token_ids)

@@ -36,6 +36,17 @@ class Weight(Protocol):
     def dequantize(self) -> Tensor: ...
 
 
+def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """silu(first half) * second half."""
+    # int: in a graph a size is a constant, not one more operation a layer.
+    size = int(gate_up_T2F.shape[-1]) // 2
+    return functional.silu(gate_up_T2F[..., :size]).mul_(gate_up_T2F[..., size:])
+
+
+class Norm(Protocol):
+    def __call__(self, x_TE: Tensor) -> Tensor: ...
+
+
 class Linear:
     """y = x @ W.T + bias."""
 
@@ -45,6 +56,19 @@ class Linear:
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         return self.weight(x_MK, self.bias_N)
+
+    # What a layer does around its products: a device may do each in one kernel.
+
+    def normed(self, norm: Norm, x_MK: Tensor) -> Tensor:
+        """Of the normalised rows."""
+        return self(norm(x_MK))
+
+    def normed_silu_mul(self, norm: Norm, x_MK: Tensor) -> Tensor:
+        """Of the normalised rows, then silu of the first half times the second: [M, N / 2]."""
+        return silu_mul(self(norm(x_MK)))
+
+    def added(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
+        return residual_MN + self(x_MK)
 
     @property
     def num_bytes(self) -> int:

@@ -1,26 +1,20 @@
-"""The gated MLP: down(silu(gate(x)) * up(x))."""
+"""The gated MLP with the norm before it and the residual around it."""
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
 
-from pico_vllm.layers.linear import Linear
-
-
-def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """silu(first half) * second half."""
-    # int: in a graph a size is a constant, not one more operation a layer.
-    size = int(gate_up_T2F.shape[-1]) // 2
-    return functional.silu(gate_up_T2F[..., :size]).mul_(gate_up_T2F[..., size:])
+from pico_vllm.layers.linear import Linear, Norm
 
 
 class MLP:
-    """Gate and up are one matrix, gate's rows first."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))). Gate and up are one matrix, gate's rows
+    first."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, norm: Norm, gate_up: Linear, down: Linear) -> None:
+        self.norm = norm
         self.gate_up = gate_up
         self.down = down
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x_TE)))
+        return self.down.added(self.gate_up.normed_silu_mul(self.norm, x_TE), x_TE)

@@ -1,7 +1,7 @@
 """The decoder that Llama 2/3, Mistral, SmolLM2, Qwen2 and Qwen3 share; they differ by flags of
 ModelConfig.
 
-embed -> L x [x + attention(norm(x)); x + mlp(norm(x))] -> norm -> head
+embed -> L x [x + attention(norm(x)); x + mlp(norm(x))] | norm -> head
 
 T tokens this step, H query heads, G KV heads, D head dim, E hidden size, F MLP size, V vocabulary
 """
@@ -55,33 +55,30 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 class DecoderLayer:
     def __init__(self, config: ModelConfig, index: int, loader: WeightLoader) -> None:
-        name, eps = f"model.layers.{index}", config.rms_norm_eps
-        self.input_norm = RMSNorm(loader.vector(f"{name}.input_layernorm.weight"), eps)
+        name = f"model.layers.{index}"
+
+        def norm(part: str) -> RMSNorm:
+            return RMSNorm(loader.vector(f"{name}.{part}.weight"), config.rms_norm_eps)
+
         self.attention = Attention(
             index,
+            norm=norm("input_layernorm"),
             qkv=loader.linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv")),
             o=loader.linear(f"{name}.self_attn.o_proj"),
-            q_norm=RMSNorm(loader.vector(f"{name}.self_attn.q_norm.weight"), eps)
-            if config.qk_norm
-            else None,
-            k_norm=RMSNorm(loader.vector(f"{name}.self_attn.k_norm.weight"), eps)
-            if config.qk_norm
-            else None,
+            q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
         )
-        self.post_attention_norm = RMSNorm(
-            loader.vector(f"{name}.post_attention_layernorm.weight"), eps
-        )
         self.mlp = MLP(
+            norm("post_attention_layernorm"),
             gate_up=loader.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
             down=loader.linear(f"{name}.mlp.down_proj"),
         )
 
-    def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KVStep) -> Tensor:
-        h_TE = x_TE + self.attention.forward(self.input_norm(x_TE), cos_sin, kv)
-        return h_TE + self.mlp.forward(self.post_attention_norm(h_TE))
+    def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor] | None, kv: KVStep) -> Tensor:
+        return self.mlp.forward(self.attention.forward(x_TE, cos_sin, kv))
 
 
 class LlamaForCausalLM:
@@ -113,13 +110,13 @@ class LlamaForCausalLM:
         return num_bytes if self.has_tied_head else num_bytes + self.embed.weight.num_bytes
 
     def forward(self, batch: ForwardBatch, kv: KVStep) -> Tensor:
-        """Hidden states [T, E] after the last norm."""
-        x_TE = self.embed(batch.token_ids)
-        cos_sin = self.rope.gather(batch.positions, x_TE.dtype)
+        """Hidden states [T, E] before the last norm."""
+        x_TE = self.embed.forward(batch)
+        cos_sin = None if kv.rotates else self.rope.gather(batch.positions, x_TE.dtype)
         for layer in self.layers:
             x_TE = layer.forward(x_TE, cos_sin, kv)
-        return self.norm(x_TE)
+        return x_TE
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """[N, V] fp32."""
-        return self.head(hidden_NE).float()
+        """[N, V] fp32 from rows of what `forward` gives."""
+        return self.head.normed(self.norm, hidden_NE).float()

@@ -300,6 +300,7 @@ def test_attention(family: str, num_heads: int, num_kv_heads: int) -> None:
     has_norm = isinstance(theirs, modeling_qwen3.Qwen3Attention)
     ours = Attention(
         0,
+        norm=lambda x: x,
         qkv=_fused(theirs.q_proj, theirs.k_proj, theirs.v_proj),
         o=_fused(theirs.o_proj),
         q_norm=RMSNorm(theirs.q_norm.weight.detach(), 1e-5) if has_norm else None,
@@ -321,7 +322,7 @@ def test_attention(family: str, num_heads: int, num_kv_heads: int) -> None:
         cos_sin = model.model.rotary_emb(x, torch.arange(length)[None])
         with torch.inference_mode():
             wanted = theirs(x, position_embeddings=cos_sin, attention_mask=ahead)[0][0]
-        assert float((got[start : start + length] - wanted).abs().max()) < 1e-5
+        assert float((got[start : start + length] - x[0] - wanted).abs().max()) < 1e-5
         start += length
 
 
@@ -342,9 +343,10 @@ def test_mlp(has_bias: bool, num_tokens: int) -> None:
         torch.nn.init.normal_(
             parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel())
         )
-    ours = MLP(_fused(theirs.gate_proj, theirs.up_proj), _fused(theirs.down_proj))
+    ours = MLP(lambda x: x, _fused(theirs.gate_proj, theirs.up_proj), _fused(theirs.down_proj))
     x_TE = torch.randn(num_tokens, 36, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(ours.forward(x_TE), theirs(x_TE).detach(), rtol=1e-5, atol=1e-5)
+    wanted = x_TE + theirs(x_TE).detach()
+    torch.testing.assert_close(ours.forward(x_TE), wanted, rtol=1e-5, atol=1e-5)
 
 
 def _fused(*parts: torch.nn.Linear) -> Linear:

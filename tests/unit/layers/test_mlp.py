@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from pico_vllm.layers.embedding import Embedding
-from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear
-from pico_vllm.layers.mlp import MLP, silu_mul
+from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear, silu_mul
+from pico_vllm.layers.mlp import MLP
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7])
@@ -22,13 +22,18 @@ def test_silu_mul(num_tokens: int) -> None:
 
 
 def test_mlp() -> None:
-    """down(silu(gate(x)) * up(x)) with biases."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))) with biases."""
     gate, up, down = torch.randn(6, 4), torch.randn(6, 4), torch.randn(4, 6)
     bias = torch.randn(12)
-    mlp = MLP(Linear(DenseWeight(torch.cat((gate, up))), bias), Linear(DenseWeight(down), bias[:4]))
+    mlp = MLP(
+        lambda x: 2 * x,
+        Linear(DenseWeight(torch.cat((gate, up))), bias),
+        Linear(DenseWeight(down), bias[:4]),
+    )
     x = torch.randn(3, 4)
-    hidden = functional.silu(x @ gate.T + bias[:6]) * (x @ up.T + bias[6:])
-    torch.testing.assert_close(mlp.forward(x), hidden @ down.T + bias[:4])
+    normed = 2 * x
+    hidden = functional.silu(normed @ gate.T + bias[:6]) * (normed @ up.T + bias[6:])
+    torch.testing.assert_close(mlp.forward(x), x + hidden @ down.T + bias[:4])
 
 
 def test_embedding_shares_the_weight() -> None:
