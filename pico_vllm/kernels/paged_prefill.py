@@ -221,12 +221,12 @@ def choose_config(
         # No tensor cores: operands lie in registers, which sets the size.
         block_n = 32 if head_dim <= 128 else 16
         return PrefillConfig(block_m=32, block_n=block_n, num_warps=8, num_stages=1)
-    block_n = 128 if 64 < head_dim <= 128 else 64
     # Large tiles read the KV less often; small ones while there are not enough for all of some 132
     # multiprocessors.
     if num_tokens * num_heads < 128 * 132:
         num_warps = 4 if head_dim <= 128 else 8
-        return PrefillConfig(block_m=64, block_n=block_n, num_warps=num_warps, num_stages=2)
+        return PrefillConfig(block_m=64, block_n=64, num_warps=num_warps, num_stages=2)
+    block_n = 128 if 64 < head_dim <= 128 else 64
     return PrefillConfig(block_m=128, block_n=block_n, num_warps=8, num_stages=2)
 
 
