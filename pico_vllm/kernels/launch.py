@@ -54,3 +54,27 @@ def prefetch_to_l2(pointers):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def prefetch_share_to_l2(
+    ptr, num_bytes, share, NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr
+):
+    """Have the copy engine bring one of NUM_SHARES equal parts of the bytes at ptr, which is
+    aligned to 16, to L2: one instruction a thread. It goes on when the program has ended."""
+    per_thread = tl.cdiv(num_bytes, NUM_SHARES * NUM_THREADS * 128) * 128
+    start = (share * NUM_THREADS + tl.arange(0, NUM_THREADS)).to(tl.int64) * per_thread
+    size = tl.minimum(num_bytes // 16 * 16 - start, per_thread).to(tl.int32)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred is_some;
+        setp.gt.s32 is_some, $2, 0;
+        @is_some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [ptr.to(tl.int64) + start, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,423 @@
+"""Linear layers of a few rows, bound by reading the weights, with what stands around them fused.
+
+M rows of x, K input features, N weight rows, F outputs: N, or N / 2 where gate and up are fused
+
+One or a few rows multiply and add in fp32 registers (GEMV); up to MAX_ROWS rows use tl.dot on a
+tile of weight rows and all rows of x. RMSNorm costs no kernel: x is multiplied by the norm's weight
+on the way in, the squares are added up beside the products, and the sums are scaled at the end.
+Weights do not depend on the kernel before, so their first tile is fetched before waiting for it,
+and while a kernel runs out its programs bring what the next one reads first to L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from pico_vllm.kernels.launch import (
+    launch_options,
+    let_next_start,
+    prefetch_share_to_l2,
+    wait_for_inputs,
+)
+
+MAX_ROWS = 64
+MAX_GEMV_ROWS = 1
+NUM_SHARES = 132
+"""Programs, the last ones to start, that share the prefetch for the next kernel."""
+
+
+def small_linear_reference(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    *,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MN: Tensor | None = None,
+    has_silu_mul: bool = False,
+) -> Tensor:
+    """One operation after another in the dtype of the inputs."""
+    if norm_K is not None:
+        x_MK = functional.rms_norm(x_MK, x_MK.shape[1:], norm_K, eps)
+    out = functional.linear(x_MK, weight_NK, bias_N)
+    if has_silu_mul:
+        gate, up = out.chunk(2, dim=1)
+        out = functional.silu(gate) * up
+    return out if residual_MN is None else out + residual_MN
+
+
+@triton.jit
+def _load(pointers, mask, IS_MASKED: tl.constexpr, POLICY: tl.constexpr):
+    if IS_MASKED:
+        values = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
+    else:
+        values = tl.load(pointers, eviction_policy=POLICY)
+    return values
+
+
+@triton.jit
+def _weight_rows(pid, NUM_OUT: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SILU: tl.constexpr):
+    """The weight rows of a tile, and which exist. Gate and up of one output lie side by side."""
+    j = tl.arange(0, BLOCK_N)
+    if HAS_SILU:
+        n = pid * (BLOCK_N // 2) + j // 2
+        rows = n + (j % 2) * NUM_OUT
+    else:
+        n = pid * BLOCK_N + j
+        rows = n
+    return rows, n < NUM_OUT
+
+
+@triton.jit(do_not_specialize=["M", "next_bytes"])
+def _gemv_kernel(
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, next_ptr,
+    next_bytes, eps, M,
+    NUM_OUT: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(USE_PDL)
+    pid = tl.program_id(0)
+    rows, is_row = _weight_rows(pid, NUM_OUT, BLOCK_N, HAS_SILU)
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    m = tl.arange(0, ROWS)
+    IS_RAGGED: tl.constexpr = K % BLOCK_K != 0
+    HAS_ROW_MASK: tl.constexpr = (NUM_OUT * (1 + HAS_SILU)) % BLOCK_N != 0
+    weight_ptrs = weight_ptr + rows.to(tl.int64)[None, :, None] * K + k
+    x_ptrs = x_ptr + m[:, None, None] * K + k
+    in_row = is_row[None, :, None]
+    w = _load(weight_ptrs, in_row & (k < K), IS_RAGGED or HAS_ROW_MASK, "evict_first")
+    if HAS_NORM:
+        norm = _load(norm_ptr + k, k < K, IS_RAGGED, "").to(tl.float32)
+    if HAS_NEXT:
+        num_programs: tl.constexpr = (NUM_OUT * (1 + HAS_SILU) + BLOCK_N - 1) // BLOCK_N
+        share = pid - (num_programs - NUM_SHARES)
+        if share >= 0:
+            prefetch_share_to_l2(next_ptr, next_bytes, share, NUM_SHARES, NUM_THREADS)
+    wait_for_inputs(USE_PDL)
+
+    x_mask = (k < K) & (m < M)[:, None, None]
+    x = _load(x_ptrs, x_mask, IS_RAGGED or ROWS > 1, "").to(tl.float32)
+    if HAS_NORM:
+        squares = x * x
+        x *= norm
+    acc = w.to(tl.float32) * x
+    for k0 in tl.range(BLOCK_K, K, BLOCK_K, loop_unroll_factor=UNROLL):
+        is_k = k0 + k < K
+        w = _load(weight_ptrs + k0, in_row & is_k, IS_RAGGED or HAS_ROW_MASK, "evict_first")
+        x_mask = is_k & (m < M)[:, None, None]
+        x = _load(x_ptrs + k0, x_mask, IS_RAGGED or ROWS > 1, "").to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= _load(norm_ptr + k0 + k, is_k, IS_RAGGED, "").to(tl.float32)
+        acc += w.to(tl.float32) * x
+
+    y = tl.sum(acc, axis=2)
+    if HAS_NORM:
+        y *= tl.rsqrt(tl.sum(squares, axis=2) / K + eps)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    if HAS_SILU:
+        gate, up = tl.split(tl.reshape(y, (ROWS, BLOCK_N // 2, 2)))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+        n = pid * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        n = rows
+    at = m[:, None] * NUM_OUT + n[None, :]
+    is_there = (m < M)[:, None] & (n < NUM_OUT)[None, :]
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_there)
+
+
+@triton.jit(do_not_specialize=["M", "next_bytes"])
+def _skinny_kernel(
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, next_ptr,
+    partial_ptr, counter_ptr,
+    next_bytes, eps, M,
+    NUM_OUT: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr, PRECISION: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(USE_PDL)
+    pid, split = tl.program_id(0), tl.program_id(1)
+    rows, is_row = _weight_rows(pid, NUM_OUT, BLOCK_N, HAS_SILU)
+    # A split takes whole tiles; the last one may take fewer.
+    SPLIT_K: tl.constexpr = (K + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
+    IS_RAGGED: tl.constexpr = SPLIT_K * NUM_SPLITS != K
+    HAS_ROW_MASK: tl.constexpr = (NUM_OUT * (1 + HAS_SILU)) % BLOCK_N != 0
+    k = split * SPLIT_K + tl.arange(0, BLOCK_K)
+    m = tl.arange(0, BLOCK_M)
+    is_m = m < M
+    weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * K + k[None, :]
+    x_ptrs = x_ptr + m[:, None] * K + k[None, :]
+    dtype = x_ptr.dtype.element_ty
+    # x times the norm's weight may exceed fp16 before it is scaled.
+    SHRINK: tl.constexpr = 0.0625 if HAS_NORM and dtype == tl.float16 else 1.0
+    IS_MASKED: tl.constexpr = IS_RAGGED or HAS_ROW_MASK
+    if NUM_STAGES == 1:
+        w = _load(weight_ptrs, is_row[:, None] & (k < K)[None, :], IS_MASKED, "evict_first")
+    if HAS_NEXT:
+        num_programs: tl.constexpr = (
+            (NUM_OUT * (1 + HAS_SILU) + BLOCK_N - 1) // BLOCK_N * NUM_SPLITS
+        )
+        share = split * (num_programs // NUM_SPLITS) + pid - (num_programs - NUM_SHARES)
+        if share >= 0:
+            prefetch_share_to_l2(next_ptr, next_bytes, share, NUM_SHARES, NUM_THREADS)
+    wait_for_inputs(USE_PDL)
+
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if HAS_NORM:
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    if NUM_STAGES == 1:
+        # Tile by tile with the next one on its way, x's too: a load of x that is waited for at once
+        # would hold back the weights behind it.
+        x = tl.load(x_ptrs, mask=is_m[:, None] & (k < K)[None, :], other=0.0)
+        if HAS_NORM:
+            norm = _load(norm_ptr + k, k < K, IS_RAGGED, "")
+    for k0 in tl.range(0, SPLIT_K, BLOCK_K, num_stages=NUM_STAGES):
+        if NUM_STAGES == 1:
+            is_k = k0 + BLOCK_K + k < tl.minimum((split + 1) * SPLIT_K, K)
+            next_at = k0 + BLOCK_K
+            next_w = tl.load(
+                weight_ptrs + next_at, mask=is_row[:, None] & is_k[None, :], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            next_x = tl.load(x_ptrs + next_at, mask=is_m[:, None] & is_k[None, :], other=0.0)
+            if HAS_NORM:
+                next_norm = tl.load(norm_ptr + next_at + k, mask=is_k, other=0.0)
+        else:
+            is_k = k0 + k < K
+            w_mask = is_row[:, None] & is_k[None, :]
+            w = _load(weight_ptrs + k0, w_mask, IS_MASKED, "evict_first")
+            x = tl.load(x_ptrs + k0, mask=is_m[:, None] & is_k[None, :], other=0.0)
+            if HAS_NORM:
+                norm = _load(norm_ptr + k0 + k, is_k, IS_RAGGED, "")
+        if HAS_NORM:
+            x_fp32 = x.to(tl.float32)
+            squares += x_fp32 * x_fp32
+            x_in = (x_fp32 * (norm.to(tl.float32) * SHRINK)[None, :]).to(dtype)
+        else:
+            x_in = x
+        acc = tl.dot(w, tl.trans(x_in), acc, input_precision=PRECISION)
+        if NUM_STAGES == 1:
+            w = next_w
+            x = next_x
+            if HAS_NORM:
+                norm = next_norm
+
+    if HAS_NORM:
+        square = tl.sum(squares, axis=1)
+    if NUM_SPLITS > 1:
+        j = tl.arange(0, BLOCK_N)
+        TILE: tl.constexpr = (BLOCK_N + 1) * BLOCK_M  # the sums, and a row of squares
+        partial_ptr += pid * NUM_SPLITS * TILE
+        acc_ptrs = partial_ptr + j[:, None] * BLOCK_M + m[None, :]
+        square_ptrs = partial_ptr + BLOCK_N * BLOCK_M + m
+        tl.store(acc_ptrs + split * TILE, acc)
+        if HAS_NORM:
+            tl.store(square_ptrs + split * TILE, square)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        num_done = tl.atomic_add(counter_ptr + pid, 1, sem="acq_rel")
+        if num_done < NUM_SPLITS - 1:
+            return
+        tl.debug_barrier()
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if HAS_NORM:
+            square = tl.zeros((BLOCK_M,), tl.float32)
+        for i in tl.static_range(NUM_SPLITS):
+            acc += tl.load(acc_ptrs + i * TILE, cache_modifier=".cg")
+            if HAS_NORM:
+                square += tl.load(square_ptrs + i * TILE, cache_modifier=".cg")
+        tl.store(counter_ptr + pid, 0)
+
+    if HAS_NORM:
+        acc *= (tl.rsqrt(square / K + eps) / SHRINK)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if HAS_SILU:
+        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        y = gate / (1.0 + tl.exp(-gate)) * up
+        n = pid * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        y = acc
+        n = rows
+    at = n[:, None] + m[None, :] * NUM_OUT
+    is_there = (n < NUM_OUT)[:, None] & is_m[None, :]
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_there)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScratch:
+    """Where splits of K leave their sums until they are added up. One serves all layers of a step:
+    a kernel is over before the next one writes here."""
+
+    partials: Tensor
+    """[MAX_PARTIALS] fp32."""
+    counters: Tensor
+    """[MAX_SPLIT_TILES] int32, zeros between launches."""
+
+    MAX_PARTIALS = 1 << 21
+    MAX_SPLIT_TILES = 1024
+
+    @classmethod
+    def allocate(cls, device: torch.device) -> LinearScratch:
+        return cls(
+            torch.empty(cls.MAX_PARTIALS, dtype=torch.float32, device=device),
+            torch.zeros(cls.MAX_SPLIT_TILES, dtype=torch.int32, device=device),
+        )
+
+
+def gemv_options(N: int, K: int, itemsize: int) -> dict[str, int]:
+    """Tile and warps of the GEMV."""
+    widest = 4096 // itemsize
+    block_k = min(widest, max(16, triton.next_power_of_2(K)))
+    if N >= 65536:
+        return {"BLOCK_N": 4, "BLOCK_K": block_k // 2, "UNROLL": 1, "num_warps": 4}
+    if widest < K:
+        return {"BLOCK_N": 2, "BLOCK_K": block_k // 2, "UNROLL": 4, "num_warps": 4}
+    return {"BLOCK_N": 2, "BLOCK_K": block_k, "UNROLL": 1, "num_warps": 4}
+
+
+def skinny_options(M: int, N: int, K: int, itemsize: int) -> dict[str, int]:
+    """Tile, splits, stages and warps of the tl.dot kernel."""
+    block_m = max(16, triton.next_power_of_2(M))
+    if N >= 65536:
+        tile = {"BLOCK_N": 128, "BLOCK_K": 128, "NUM_SPLITS": 1, "NUM_STAGES": 1, "num_warps": 8}
+    elif N >= 8192:
+        tile = {"BLOCK_N": 64, "BLOCK_K": 128, "NUM_SPLITS": 1, "NUM_STAGES": 1, "num_warps": 4}
+    else:
+        tile = {"BLOCK_N": 64, "BLOCK_K": 128, "NUM_SPLITS": 1, "NUM_STAGES": 3, "num_warps": 4}
+        num_tiles = -(-N // 64)
+        most = min(LinearScratch.MAX_PARTIALS // (num_tiles * 65 * block_m), K // 256)
+        tile["NUM_SPLITS"] = max(1, min(264 // num_tiles, most, 8))
+    tile["BLOCK_K"] = min(tile["BLOCK_K"] * 2 // itemsize, triton.next_power_of_2(K))
+    return {"BLOCK_M": block_m, **tile, "BLOCK_K": max(16, tile["BLOCK_K"])}
+
+
+def small_linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    *,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MN: Tensor | None = None,
+    has_silu_mul: bool = False,
+    prefetch: Tensor | None = None,
+    scratch: LinearScratch | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A linear layer of a few rows, with RMSNorm before it and SiLU-and-multiply, residual after.
+
+    y = (rms_norm(x) * norm) @ W.T + bias; y = silu(first half of y) * second half; y += residual
+
+    Shapes:
+        x_MK         bf16, fp16 or fp32, contiguous; M from 1 to MAX_ROWS
+        weight_NK    dtype of x, contiguous; with has_silu_mul F = N / 2 gate rows, then F up rows
+        bias_N       dtype of x like norm_K and residual_MN, which is [M, F] with has_silu_mul
+        prefetch     anything contiguous; its bytes are brought to L2 for the kernels after this one
+        scratch      needed where M > 1
+        out          written instead of a new tensor. It may be residual_MN itself (each
+                     program reads the residual where it writes), but not overlap x
+        returns      [M, N], or [M, F], in dtype of x; sums and norm in fp32, no TF32 for fp32
+
+    Raises:
+        ValueError: M outside 1..MAX_ROWS, shapes, dtypes or strides that do not fit, or no scratch.
+
+    Not checked: NaN or Inf, which go through. Same answer as small_linear_reference, rounded once
+    instead of after every operation. The bits depend on M, but not on the other rows.
+    Source: split sums in the order of the splits, as Stream-K's fixup, arXiv:2301.03598.
+    """
+    M, (N, K) = x_MK.shape[0], weight_NK.shape
+    num_out = N // 2 if has_silu_mul else N
+    _check(x_MK, weight_NK, num_out, bias_N, norm_K, residual_MN, has_silu_mul)
+    if out is None:
+        out = torch.empty((M, num_out), dtype=x_MK.dtype, device=x_MK.device)
+    elif out.shape != (M, num_out) or out.dtype != x_MK.dtype or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {x_MK.dtype} {(M, num_out)}")
+    options: dict[str, Any] = launch_options(x_MK.device)
+    flags = {
+        "HAS_NORM": norm_K is not None,
+        "HAS_SILU": has_silu_mul,
+        "HAS_BIAS": bias_N is not None,
+        "HAS_RESIDUAL": residual_MN is not None,
+        "HAS_NEXT": prefetch is not None and options["USE_PDL"],
+    }
+    inputs = (
+        x_MK,
+        weight_NK,
+        x_MK if norm_K is None else norm_K,
+        x_MK if bias_N is None else bias_N,
+        x_MK if residual_MN is None else residual_MN,
+        out,
+        x_MK if prefetch is None else prefetch,
+    )
+    next_bytes = 0 if prefetch is None else prefetch.numel() * prefetch.element_size()
+    if M <= MAX_GEMV_ROWS:
+        tile = gemv_options(N, K, x_MK.element_size())
+        num_tiles = -(-N // tile["BLOCK_N"])
+        _gemv_kernel[(num_tiles,)](
+            *inputs, next_bytes, eps, M, NUM_OUT=num_out, K=K, ROWS=triton.next_power_of_2(M),
+            NUM_SHARES=min(num_tiles, NUM_SHARES), NUM_THREADS=32 * tile["num_warps"],
+            **tile, **flags, **options,
+        )  # fmt: skip
+        return out
+    tile = skinny_options(M, N, K, x_MK.element_size())
+    num_tiles, num_splits = -(-N // tile["BLOCK_N"]), tile["NUM_SPLITS"]
+    if scratch is None:
+        raise ValueError(f"{M} rows need a scratch")
+    _skinny_kernel[(num_tiles, num_splits)](
+        *inputs, scratch.partials, scratch.counters, next_bytes, eps, M, NUM_OUT=num_out, K=K,
+        NUM_SHARES=min(num_tiles * num_splits, NUM_SHARES), NUM_THREADS=32 * tile["num_warps"],
+        PRECISION="ieee" if x_MK.dtype == torch.float32 else "tf32",
+        **tile, **flags, **options,
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    num_out: int,
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    residual_MN: Tensor | None,
+    has_silu_mul: bool,
+) -> None:
+    M, (N, K) = x_MK.shape[0], weight_NK.shape
+    if not 1 <= M <= MAX_ROWS:
+        raise ValueError(f"{M} rows; this kernel takes 1 to {MAX_ROWS}")
+    if has_silu_mul and N % 2:
+        raise ValueError(f"{N} weight rows are not a gate and an up of the same size")
+    for name, tensor, shape in (
+        ("x", x_MK, (M, K)),
+        ("weight", weight_NK, (N, K)),
+        ("bias", bias_N, (N,)),
+        ("norm", norm_K, (K,)),
+        ("residual", residual_MN, (M, num_out)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
+        if tensor.dtype != x_MK.dtype:
+            raise ValueError(f"dtypes differ: x {x_MK.dtype}, {name} {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
