@@ -23,6 +23,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_format": ("auto", "keep", "bf16", "fp32"),
     "load_format": ("auto", "dummy"),
     "cpu_graph": ("on", "off"),
+    "kernels": ("auto", "triton", "plain"),
+    "cuda_graph": ("lazy", "eager-start", "off"),
+    "overlap": ("auto", "on", "off"),
 }
 
 
@@ -37,10 +40,11 @@ class EngineConfig:
     """auto, cpu, cuda or cuda:N."""
     max_model_len: int | None = None
     """Most tokens of one request, prompt and answer together; None takes the model's window."""
-    max_num_seqs: int = 32
-    """Most requests that run at once."""
-    max_num_batched_tokens: int = 2048
-    """Most tokens computed in one step: decode rows first, then prompt chunks."""
+    max_num_seqs: int | None = None
+    """Most requests that run at once; None is 256 on a GPU, 32 on a CPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step: decode rows first, then prompt chunks; None is 8192 on a
+    GPU, 2048 on a CPU."""
     block_size: int = 16
     """Tokens in a KV block."""
     num_kv_blocks: int | None = None
@@ -59,6 +63,13 @@ class EngineConfig:
     cpu_graph: str = "on"
     """on replays decode steps of few requests on the CPU as graphs, where the weights are packed or
     plain; off runs them op by op."""
+    kernels: str = "auto"
+    """triton runs our own GPU kernels, plain PyTorch's operations; auto is triton on a GPU."""
+    cuda_graph: str = "lazy"
+    """On a GPU: lazy captures a graph when a batch size first comes up, eager-start captures all of
+    decoding at start, off launches kernel by kernel."""
+    overlap: str = "auto"
+    """on launches a step before the ids of the one before it are read; auto is on with triton."""
     num_threads: int | None = None
     """CPU threads, of all engines in this process; None takes the cores it may use."""
 
@@ -90,24 +101,17 @@ class EngineConfig:
                     f"{name} must be one of {', '.join(allowed)}, not {show(getattr(self, name))}",
                     param=name,
                 )
-        self._check_count("max_num_seqs", 1, 4096)
-        self._check_count("max_num_batched_tokens", 1, 1 << 20)
         self._check_count("block_size", 1, 256)
         for name, low, high in (
+            ("max_num_seqs", 1, 4096),
+            ("max_num_batched_tokens", 1, 1 << 20),
             ("max_model_len", 2, 1 << 31),  # one token of prompt and one of answer
             ("num_kv_blocks", 1, 1 << 31),
             ("num_threads", 1, 1024),
         ):
             if getattr(self, name) is not None:
                 self._check_count(name, low, high)
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs "
-                f"{self.max_num_seqs}: "
-                "a step could not take one token of each running request; raise the first or "
-                "lower the second",
-                param="max_num_batched_tokens",
-            )
+        self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         utilization = self.gpu_memory_utilization
         if (
             isinstance(utilization, bool)
@@ -124,6 +128,19 @@ class EngineConfig:
             or not -(2**63) <= self.seed < 2**63
         ):
             raise ConfigError(f"seed must be a 64-bit integer, not {show(self.seed)}", param="seed")
+
+    @staticmethod
+    def _check_budget(max_num_batched_tokens: int | None, max_num_seqs: int | None) -> None:
+        if max_num_batched_tokens is None or max_num_seqs is None:
+            return
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {max_num_batched_tokens} is less than max_num_seqs "
+                f"{max_num_seqs}: "
+                "a step could not take one token of each running request; raise the first or "
+                "lower the second",
+                param="max_num_batched_tokens",
+            )
 
     def _check_count(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -180,8 +197,36 @@ class EngineConfig:
                     param="max_model_len",
                 )
             max_model_len = original
+        is_gpu = device != "cpu"
+        max_num_seqs, max_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        # A limit that was given moves the default of the other, which must hold one token each.
+        if max_num_seqs is None:
+            max_num_seqs = min(256 if is_gpu else 32, max_tokens or 1 << 20)
+        if max_tokens is None:
+            max_tokens = max(8192 if is_gpu else 2048, max_num_seqs)
+        kernels = self.kernels
+        if kernels == "auto":
+            kernels = "triton" if is_gpu and self.kv == "paged" else "plain"
+        if kernels == "triton" and self.kv != "paged":
+            raise ConfigError(
+                f"kernels triton needs kv paged, not {self.kv}; use kernels plain", param="kernels"
+            )
+        overlap = self.overlap
+        if overlap == "auto":
+            overlap = "on" if kernels == "triton" else "off"
+        if overlap == "on" and self.kv == "none":
+            raise ConfigError(
+                "overlap on needs a KV cache: without one a step computes whole sequences, whose "
+                "last ids are not known yet; use overlap off",
+                param="overlap",
+            )
         return replace(
             self,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+            kernels=kernels,
+            cuda_graph=self.cuda_graph if is_gpu and kernels == "triton" else "off",
+            overlap=overlap,
             dtype=dtype,
             device=device,
             weight_format=weight_format,

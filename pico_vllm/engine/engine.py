@@ -2,6 +2,9 @@
 
 plan = scheduler.schedule(); pending = runner.launch(plan); events = scheduler.commit(plan,
 pending.result())
+
+With overlap a step is launched before the one before it is committed, so that the device never
+waits for the host; `step` then returns the events of the earlier one.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.hf_keys import show
-from pico_vllm.engine.model_runner import ModelRunner
+from pico_vllm.engine.model_runner import PendingResult, Runner
 from pico_vllm.errors import (
     ContextLengthError,
     EmptyPromptError,
@@ -24,6 +27,7 @@ from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.scheduler.scheduler import Scheduler
+from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ class Engine:
         self,
         config: EngineConfig,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Runner,
         *,
         vocab_size: int,
         eos_token_ids: Collection[int],
@@ -48,6 +52,7 @@ class Engine:
         self._runner = runner
         self.eos_token_ids = frozenset(eos_token_ids)
         self._request_numbers = itertools.count()
+        self._in_flight: tuple[StepPlan, PendingResult] | None = None
         self._undelivered: StepEvents | None = None
         """Of a step that an interrupt ended: the next step tells whose requests were lost."""
 
@@ -135,7 +140,11 @@ class Engine:
         return self._scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self._undelivered is not None or self._scheduler.has_work()
+        return (
+            self._undelivered is not None
+            or self._in_flight is not None
+            or self._scheduler.has_work()
+        )
 
     def step(self) -> StepEvents:
         """Compute one step. If it raises, only the requests in it end, with finish reason
@@ -150,9 +159,13 @@ class Engine:
         plan = None
         try:
             plan = self._scheduler.schedule()
-            if plan is None:
+            launched = None if plan is None else (plan, self._runner.launch(plan))
+            if self.config.overlap == "on":
+                # The step just launched stays under way while the one before it is committed.
+                launched, self._in_flight = self._in_flight, launched
+            if launched is None:
                 return StepEvents()
-            pending = self._runner.launch(plan)
+            plan, pending = launched
             events = self._scheduler.commit(plan, pending.result())
         except Exception:
             events = self._scheduler.fail(plan)

@@ -36,8 +36,8 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         num_kv_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -46,6 +46,9 @@ class LLM:
         load_format: str = "auto",
         seed: int = 0,
         cpu_graph: str = "on",
+        kernels: str = "auto",
+        cuda_graph: str = "lazy",
+        overlap: str = "auto",
         num_threads: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -71,6 +74,9 @@ class LLM:
             load_format=load_format,
             seed=seed,
             cpu_graph=cpu_graph,
+            kernels=kernels,
+            cuda_graph=cuda_graph,
+            overlap=overlap,
             num_threads=num_threads,
         )
         loaded = load_model(config, on_progress=on_progress)

@@ -3,7 +3,9 @@ and no string.
 
 `schedule` makes a StepPlan: decode rows first, then prompt chunks in order of arrival, under a
 token budget; then new requests, as long as a row and their blocks are free. `commit` is the only
-place where a request grows or ends.
+place where a request grows or ends. A second step may be planned before the first one is
+committed: what launched steps will add is counted apart, and an end that is found late costs one
+token that nobody sees.
 
 Admission reserves the blocks of prompt + max_tokens, so a running request always finds its next
 block; blocks are taken from the pool only when they are first written. First come, first served:
@@ -75,12 +77,18 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """What to run next, or None when there is nothing to do."""
         self._admit()
-        decoding = [r for r in self._running.values() if r.status is RequestStatus.DECODING]
-        prefilling = [r for r in self._running.values() if r.status is RequestStatus.PREFILL]
+        # One whose last token is under way has nothing left to compute.
+        live = [r for r in self._running.values() if r.num_expected_outputs < r.max_tokens]
+        decoding = [r for r in live if r.num_expected_outputs > 0]
+        prefilling = [r for r in live if r.num_expected_outputs == 0]
         scheduled: list[tuple[Request, int]] = []
         budget = self._budget_tokens
         for request in decoding + prefilling:
-            query_len = request.num_tokens - request.num_computed_tokens
+            query_len = (
+                request.num_prompt_tokens
+                + request.num_expected_outputs
+                - request.num_scheduled_tokens
+            )
             if self._keeps_kv:
                 query_len = min(query_len, budget)
             if query_len > 0:
@@ -100,12 +108,15 @@ class Scheduler:
         prompt_logprobs = {}
         sampled = result.token_ids.tolist()
         query_lens = plan.query_lens.tolist()
+        is_sampled = plan.is_sampled.tolist()
         for index, request_id in enumerate(plan.request_ids):
             request = self._running.get(request_id)
             if request is None:
                 continue
             if self._keeps_kv:
+                request.num_tokens_in_flight -= query_lens[index]
                 request.num_computed_tokens += query_lens[index]
+            request.num_samples_in_flight -= is_sampled[index]
             if index in result.prompt_logprobs:
                 prompt_logprobs[request_id] = result.prompt_logprobs[index]
             token_id = sampled[index]
@@ -167,7 +178,7 @@ class Scheduler:
         new_rows = []
         new_blocks = []
         for request, query_len in scheduled:
-            first = request.num_computed_tokens
+            first = request.num_scheduled_tokens
             held = len(request.block_ids)
             if held == 0:
                 new_rows.append(_new_row(request))
@@ -181,18 +192,26 @@ class Scheduler:
                 physical = self._blocks.device_ids(block_ids)
                 new_blocks.append(NewBlocks(row=request.row, index=held, block_ids=physical))
         requests = [request for request, _ in scheduled]
-        context_lens = np.array([r.num_computed_tokens for r in requests], np.int32)
+        context_lens = np.array([r.num_scheduled_tokens for r in requests], np.int32)
         query_lens = np.array([query_len for _, query_len in scheduled], np.int32)
-        num_tokens = np.array([r.num_tokens for r in requests], np.int32)
+        num_tokens = np.array(
+            [r.num_prompt_tokens + r.num_expected_outputs for r in requests], np.int32
+        )
+        is_sampled = context_lens + query_lens == num_tokens
+        num_decodes = 0
+        if self._keeps_kv:
+            num_decodes = sum(r.num_expected_outputs > 0 for r in requests)
+        for (request, query_len), samples in zip(scheduled, is_sampled.tolist(), strict=True):
+            if self._keeps_kv:
+                request.num_tokens_in_flight += query_len
+            request.num_samples_in_flight += samples
         return StepPlan(
             request_ids=tuple(r.request_id for r in requests),
             rows=np.array([r.row for r in requests], np.int32),
             context_lens=context_lens,
             query_lens=query_lens,
-            is_sampled=context_lens + query_lens == num_tokens,
-            num_decodes=sum(r.status is RequestStatus.DECODING for r in requests)
-            if self._keeps_kv
-            else 0,
+            is_sampled=is_sampled,
+            num_decodes=num_decodes,
             new_rows=tuple(new_rows),
             new_blocks=tuple(new_blocks),
         )
@@ -220,7 +239,7 @@ class Scheduler:
         )
         if self._keeps_kv:
             for request in running:
-                expected = self._num_blocks(request.num_computed_tokens)
+                expected = self._num_blocks(request.num_scheduled_tokens)
                 assert len(request.block_ids) == expected, (
                     request.request_id,
                     len(request.block_ids),

@@ -9,7 +9,6 @@ import pytest
 from tiny import Canary, assert_idle, greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
-from pico_vllm.engine import model_runner
 from pico_vllm.engine.engine import _fresh_seed
 from pico_vllm.request import FinishReason
 
@@ -77,7 +76,8 @@ def test_prompt_logprobs_in_chunks_of_rows(
     (prompt,) = random_prompts([75])
     params = greedy(2, prompt_logprobs=3)
     whole = llm.generate(prompt, params)[0].prompt_logprobs
-    monkeypatch.setattr(model_runner, "LOGITS_CHUNK_BYTES", num_rows * 4 * 320)
+    computed = llm.engine._runner._prompt_logprobs
+    monkeypatch.setattr(computed, "_chunk", num_rows)
     model = llm.engine._runner._model
     head, sizes = model.logits, []
 
@@ -87,7 +87,7 @@ def test_prompt_logprobs_in_chunks_of_rows(
 
     monkeypatch.setattr(model, "logits", counted)
     chunked = llm.generate(prompt, params)[0].prompt_logprobs
-    assert max(sizes) <= num_rows
+    assert sizes and max(sizes) <= num_rows
     assert whole is not None and chunked is not None and len(whole) == len(chunked) == 75
     for a, b in zip(whole[1:], chunked[1:], strict=True):
         assert a is not None and b is not None and list(a) == list(b)
