@@ -1,6 +1,6 @@
 """ForwardBatch: the tensors of one forward pass, decode rows and prompt chunks together.
 
-T tokens this step, R requests this step, M block-table width
+T tokens this step, R requests this step, M block-table width, W rows of the batch state
 """
 
 from __future__ import annotations
@@ -10,6 +10,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFeed:
+    """What a batch has where the batch state lies on the device, and ids may be known there alone.
+
+    Tables are then whole: [W, M], with `table_rows` naming each request's row. Ids of -1 stand for
+    the row's last token; padding tokens have position -1, padding requests seq_len 0.
+    """
+
+    token_rows: Tensor
+    """[T] int32, row of each token's request"""
+    table_rows: Tensor
+    """[R] int32, row of each request"""
+    last_tokens: Tensor
+    """[W] int64"""
+    sample_at: Tensor
+    """[R] int32, the token after which each request's next one comes"""
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +59,8 @@ class ForwardBatch:
     """[R] tokens whose KV was cached before this step, on the host"""
     query_lens: NDArray[np.int32]
     """[R] tokens computed in this step, on the host"""
+    feed: DeviceFeed | None = None
+    """None where the host knows all."""
 
     @property
     def num_tokens(self) -> int:

@@ -2,15 +2,15 @@
 
 At one request a layer's thirty small operations take as long as its weights, and a fifth of that is
 Python between them: SmolLM2-135M's forward in 4 bits takes 8.4 ms called from Python, 6.6 ms as a
-graph. A graph is traced from `model.forward` itself, one for each number of requests, and computes
-the same bits.
+graph. A graph is traced from `model.forward` itself, one for each number of requests and shape of
+their attention, and computes the same bits.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,8 +26,14 @@ MAX_REQUESTS = 16
 """Above this the weights take so long that Python between the operations does not matter."""
 USES_BEFORE_CAPTURE = 16
 """Capturing takes about 0.4 s: the time that a graph saves in some 250 steps."""
+MAX_TILES = 4
+"""Above this attention takes so long that Python between the operations does not matter."""
+MAX_GRAPHS = 32
+"""The one unused for longest makes room for another."""
 
 Forward = Callable[[ForwardBatch, DecodeStep], Tensor]
+Key = tuple[int, tuple[object, ...]]
+"""Number of requests, shape of their attention."""
 
 
 class CpuGraphs:
@@ -35,33 +41,36 @@ class CpuGraphs:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._graphs: dict[tuple[int, bool], Callable[..., Tensor]] = {}
-        self._num_uses: Counter[tuple[int, bool]] = Counter()
+        self._graphs: OrderedDict[Key, Callable[..., Tensor]] = OrderedDict()
+        self._num_uses: Counter[Key] = Counter()
         self._is_broken = False
 
     def forward(self, batch: ForwardBatch, step: DecodeStep) -> Tensor:
-        key = (batch.num_decodes, step.mask is None)
+        num_requests, tiles = batch.num_decodes, step.tiles
+        if self._is_broken or num_requests > MAX_REQUESTS or len(tiles.tiles) > MAX_TILES:
+            return self._forward(batch, step)
+        key = (num_requests, tiles.shape)
         graph = self._graphs.get(key)
-        if graph is None:
-            self._num_uses[key] += 1
-            is_due = self._num_uses[key] >= USES_BEFORE_CAPTURE and key[0] <= MAX_REQUESTS
-            if self._is_broken or not is_due:
-                return self._forward(batch, step)
-            return self._capture(key, batch, step)
-        return graph(*_inputs(batch, step))
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            return graph(*_inputs(batch, step))
+        self._num_uses[key] += 1
+        if self._num_uses[key] < USES_BEFORE_CAPTURE:
+            return self._forward(batch, step)
+        return self._capture(key, batch, step)
 
-    def _capture(self, key: tuple[int, bool], batch: ForwardBatch, step: DecodeStep) -> Tensor:
+    def _capture(self, key: Key, batch: ForwardBatch, step: DecodeStep) -> Tensor:
         def run(
             token_ids: Tensor,
             positions: Tensor,
             new_rows: Tensor,
-            rows: Tensor,
             matrices: list[Tensor],
-            mask: Tensor | None = None,
+            attention: list[Tensor],
         ) -> Tensor:
+            tiles = step.tiles.with_tensors(attention)
             return self._forward(
                 replace(batch, token_ids=token_ids, positions=positions),
-                replace(step, new_rows=new_rows, rows=rows, matrices=matrices, mask=mask),
+                replace(step, new_rows=new_rows, matrices=matrices, tiles=tiles),
             )
 
         inputs = _inputs(batch, step)
@@ -78,10 +87,13 @@ class CpuGraphs:
             logger.warning("cpu_graph_failed, steps run op by op: %s", str(error).splitlines()[0])
             return self._forward(batch, step)
         self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            dropped, _ = self._graphs.popitem(last=False)
+            del self._num_uses[dropped]
         return hidden_TE
 
 
 def _inputs(batch: ForwardBatch, step: DecodeStep) -> tuple[Tensor | list[Tensor], ...]:
     """All that changes from step to step, and the pool, which is too large for a constant."""
-    tensors = (batch.token_ids, batch.positions, step.new_rows, step.rows, step.matrices)
-    return tensors if step.mask is None else (*tensors, step.mask)
+    attention = step.tiles.tensors()
+    return batch.token_ids, batch.positions, step.new_rows, step.matrices, attention

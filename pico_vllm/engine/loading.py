@@ -15,10 +15,11 @@ from pico_vllm.cache.kv_pool import PagedKV
 from pico_vllm.config import hardware
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
+from pico_vllm.engine import triton_loading
 from pico_vllm.engine.batch_builder import BatchBuilder
 from pico_vllm.engine.cpu_graph import USES_BEFORE_CAPTURE, CpuGraphs
 from pico_vllm.engine.engine import Engine
-from pico_vllm.engine.model_runner import KVCache, ModelRunner
+from pico_vllm.engine.model_runner import KVCache, ModelRunner, Runner
 from pico_vllm.errors import ConfigError, ModelLoadError
 from pico_vllm.layers.linear import OneDnnWeight
 from pico_vllm.models.gguf import GGUFSource
@@ -72,7 +73,11 @@ def load_model(
         model = load_weights(model_config, resolved, source, device, on_progress)
     finally:
         source.close()
-    resolved = settle_graphs(settle_kv_blocks(resolved, model_config, device), model)
+    activation_bytes = 0
+    if resolved.kernels == "triton" and device.type == "cuda":
+        activation_bytes = triton_loading.profile_activations(model, model_config, resolved, device)
+    resolved = settle_kv_blocks(resolved, model_config, device, model.num_bytes, activation_bytes)
+    resolved = settle_graphs(resolved, model)
     engine = build_engine(model, model_config, resolved, tokenizer, device)
     engine.warm_up(USES_BEFORE_CAPTURE + 2 if resolved.cpu_graph == "on" else 1)
     logger.info("engine_ready %s", " ".join(f"{k}={v}" for k, v in describe(resolved).items()))
@@ -198,10 +203,14 @@ def load_weights(
         # Packed weights have products on the CPU only.
         keeps_packed=config.weight_format == "keep" and device.type == "cpu",
         device=device,
+        uses_triton=config.kernels == "triton",
         progress=progress,
     )
     assert config.max_model_len is not None
-    return MODELS[model_config.architecture](model_config, loader, config.max_model_len)
+    model = MODELS[model_config.architecture](model_config, loader, config.max_model_len)
+    if config.kernels == "triton":
+        triton_loading.link_weights(model)
+    return model
 
 
 def _warn_of_shorter_window(
@@ -257,14 +266,19 @@ def check_memory(
 
 
 def settle_kv_blocks(
-    config: EngineConfig, model: ModelConfig, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    weight_bytes: int = 0,
+    activation_bytes: int = 0,
 ) -> EngineConfig:
-    """Decide how many blocks the pool has, and shorten the window to what it holds.
+    """Decide how many blocks the pool has, and shorten the window to what it holds. The weights
+    are loaded; activations are what the largest step takes besides.
 
     Raises:
         ConfigError: not even one block fits.
     """
-    assert config.max_model_len is not None
+    assert config.max_model_len is not None and config.max_num_seqs is not None
     blocks_per_request = -(-config.max_model_len // config.block_size)
     num_blocks = config.num_kv_blocks
     if config.kv != "paged":
@@ -278,13 +292,17 @@ def settle_kv_blocks(
             free_bytes = int(hardware.available_memory_bytes() * CPU_POOL_FRACTION)
         else:
             free, total = torch.cuda.mem_get_info(device)
-            free_bytes = int(free - total * (1 - config.gpu_memory_utilization))
+            kept_free = total * (1 - config.gpu_memory_utilization)
+            free_bytes = int(free - kept_free - activation_bytes)
         num_blocks = min(free_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
         if num_blocks < 1:
             raise ConfigError(
-                f"{max(0, free_bytes) / 2**20:.0f} MiB are free for the KV cache and a block of "
-                f"{config.block_size} "
-                f"tokens takes {block_bytes / 2**20:.2f} MiB; free memory, or pass num_kv_blocks",
+                f"{max(0, free_bytes) / 2**20:.0f} MiB are left for the KV cache, whose smallest "
+                f"piece, a block of {config.block_size} tokens, takes {block_bytes / 2**20:.2f} "
+                f"MiB; weights take {weight_bytes / 2**20:.0f} MiB, a step's activations "
+                f"{activation_bytes / 2**20:.0f}. Free memory, raise gpu_memory_utilization "
+                f"({config.gpu_memory_utilization}), or lower max_num_batched_tokens "
+                f"({config.max_num_batched_tokens})",
                 param="num_kv_blocks",
             )
     max_model_len = min(config.max_model_len, num_blocks * config.block_size)
@@ -321,6 +339,39 @@ def build_engine(
     device: torch.device,
 ) -> Engine:
     assert config.max_model_len is not None and config.num_kv_blocks is not None
+    assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
+    vocab_size = model_config.vocab_size if tokenizer is None else tokenizer.vocab_size
+    sampler = Sampler(config.max_num_seqs, vocab_size, device)
+    scheduler = Scheduler(
+        BlockManager(config.num_kv_blocks),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        keeps_kv=config.kv != "none",
+    )
+    runner: Runner
+    if config.kernels == "triton":
+        runner = triton_loading.build_runner(model, model_config, config, sampler, device)
+    else:
+        runner = _plain_runner(model, model_config, config, sampler, device)
+    return Engine(
+        config,
+        scheduler,
+        runner,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids(model_config, tokenizer),
+    )
+
+
+def _plain_runner(
+    model: LlamaForCausalLM,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    sampler: Sampler,
+    device: torch.device,
+) -> ModelRunner:
+    assert config.max_model_len is not None and config.max_num_seqs is not None
+    assert config.num_kv_blocks is not None
     dtype = TORCH_DTYPES[config.dtype]
     kv: KVCache
     if config.kv == "none":
@@ -341,30 +392,14 @@ def build_engine(
             dtype=dtype,
             device=device,
         )
-    vocab_size = model_config.vocab_size if tokenizer is None else tokenizer.vocab_size
-    scheduler = Scheduler(
-        BlockManager(config.num_kv_blocks),
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        keeps_kv=config.kv != "none",
-    )
     batch_builder = BatchBuilder(
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         device=device,
     )
-    sampler = Sampler(config.max_num_seqs, vocab_size, device)
     graphs = CpuGraphs(model.forward) if config.cpu_graph == "on" else None
-    runner = ModelRunner(model, kv, batch_builder, sampler, graphs)
-    return Engine(
-        config,
-        scheduler,
-        runner,
-        vocab_size=vocab_size,
-        eos_token_ids=eos_token_ids(model_config, tokenizer),
-    )
+    return ModelRunner(model, kv, batch_builder, sampler, graphs)
 
 
 def eos_token_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ def scatter_reference(target: Tensor, changes_2U: Tensor) -> None:
     target[changes_2U[0].long()] = changes_2U[1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_changes"])
 def _scatter_kernel(target_ptr, changes_ptr, num_changes, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = at < num_changes

@@ -85,6 +85,8 @@ class LlamaForCausalLM:
     def __init__(self, config: ModelConfig, loader: WeightLoader, max_model_len: int) -> None:
         """Takes every parameter from the loader, which has checked their names and shapes."""
         self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.dtype = loader.dtype
         self.has_tied_head = config.tie_word_embeddings
         self.rope = Rope(config.rope, config.head_dim, max_model_len, loader.device)
         self.embed = loader.embedding("model.embed_tokens.weight")
@@ -96,12 +98,13 @@ class LlamaForCausalLM:
 
     @property
     def linears(self) -> list[Linear]:
-        """Every linear; a tied head too, whose weight is the embedding's."""
-        linears = [self.head]
+        """Every linear in the order of a forward pass; a tied head too, whose weight is the
+        embedding's."""
+        linears = []
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
             linears += [attention.qkv, attention.o, mlp.gate_up, mlp.down]
-        return linears
+        return [*linears, self.head]
 
     @property
     def num_bytes(self) -> int:

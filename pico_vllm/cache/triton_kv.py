@@ -1,0 +1,86 @@
+"""TritonKV: the KV pool on a device whose kernels find blocks themselves.
+
+    B blocks in pool, G KV heads, L layers, S block_size, D head dim, N heads of the QKV projection
+
+Same pool as PagedKV, kv_pool[B, G, L, 2, S, D]. Unused slots need hold no numbers: no kernel looks
+at them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pico_vllm.config.model import ModelConfig
+from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.kernels.paged_decode import DecodeScratch, rope_paged_decode
+from pico_vllm.kernels.paged_prefill import paged_prefill
+from pico_vllm.kernels.rope_store_kv import rope_store_kv
+
+
+class TritonKV:
+    """Owner of the pool. Rotates queries and keys itself, in the kernels that store and attend."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        num_device_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        cos_PD: Tensor,
+        sin_PD: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_device_blocks + 1, model.num_kv_heads, model.num_layers, 2)
+        self.device_pool = torch.empty(
+            (*shape, block_size, model.head_dim), dtype=dtype, device=device
+        )
+        self.cos_sin = (cos_PD, sin_PD)
+        self.scale = model.head_dim**-0.5
+        self.scratch = DecodeScratch.allocate(
+            max_num_seqs, model.num_heads, model.num_kv_heads, model.head_dim, device
+        )
+        pool = self.device_pool
+        self.layers = [
+            (pool[:, :, layer, 0], pool[:, :, layer, 1]) for layer in range(model.num_layers)
+        ]
+
+    def for_step(self, batch: ForwardBatch) -> TritonStep:
+        return TritonStep(self, batch)
+
+
+class TritonStep:
+    rotates: ClassVar[bool] = True
+
+    def __init__(self, kv: TritonKV, batch: ForwardBatch) -> None:
+        assert batch.feed is not None, "the batch was not made for the device"
+        self._kv = kv
+        self._batch = batch
+        self._table_rows = batch.feed.table_rows
+        self._is_decode = batch.num_decodes == batch.num_tokens
+
+    def rotate_and_attend(
+        self, layer: int, qkv_TND: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None
+    ) -> Tensor:
+        """Write this step's KV of one layer, then attend over it and over what was cached."""
+        kv, batch = self._kv, self._batch
+        k_BGSD, v_BGSD = kv.layers[layer]
+        q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
+        if self._is_decode:
+            return rope_paged_decode(
+                qkv_TND, *kv.cos_sin, k_BGSD, v_BGSD,
+                batch.block_table, self._table_rows, batch.seq_lens,
+                scale=kv.scale, scratch=kv.scratch, q_norm_D=q_norm, k_norm_D=k_norm, eps=eps,
+            )  # fmt: skip
+        q_rot_THD = rope_store_kv(
+            qkv_TND, *kv.cos_sin, batch.positions, batch.slot_mapping, k_BGSD, v_BGSD,
+            q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
+        return paged_prefill(
+            q_rot_THD, k_BGSD, v_BGSD, batch.block_table, self._table_rows,
+            batch.query_start_loc, batch.seq_lens, scale=kv.scale,
+        )  # fmt: skip

@@ -1,0 +1,112 @@
+"""CUDA graphs of the model's forward pass, one for each shape of a batch, with a sampler's tail.
+
+An eager launch costs 18 us of host time and a step has a hundred or more; a graph's replay costs 5
+whatever its length. Shapes are dense, so that padding stays small. A batch without a shape runs as
+it is, operation by operation: large prompts, where the GPU hides the launches.
+
+All graphs share one pool of memory: they never run at the same time, and what they hand out lies
+outside it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from pico_vllm.engine.device_batch import Shape
+from pico_vllm.step import StepPlan
+
+logger = logging.getLogger(__name__)
+
+Tail = Literal["sample", "hidden"]
+"""What follows the forward pass: ids from the fused head, or hidden states of the last tokens."""
+MAX_EXTEND_TOKENS = 1024
+EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, then every 8 to 256, then every 32; the last one is max_num_seqs itself."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs + 32, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def extend_request_sizes(max_num_seqs: int) -> list[int]:
+    """Requests of an extend cost little, so few sizes serve."""
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class CudaGraphs:
+    """Owner of the graphs and their memory."""
+
+    def __init__(
+        self,
+        run: Callable[[Shape, Tail], None],
+        prepare: Callable[[Shape, Tail], None],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        """run: the work of a shape on what lies at its addresses. prepare: the same once on padding
+        alone, so that all that is made on first use is there before capture."""
+        self._run = run
+        self._prepare = prepare
+        self._decode_sizes = decode_sizes(max_num_seqs)
+        self._request_sizes = extend_request_sizes(max_num_seqs)
+        self._token_sizes = [
+            size for size in EXTEND_TOKENS if size <= min(MAX_EXTEND_TOKENS, max_num_batched_tokens)
+        ]
+        self._graphs: dict[tuple[Shape, Tail], torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def shape_of(self, plan: StepPlan) -> Shape | None:
+        """The smallest shape that holds a plan; None where it runs as it is."""
+        num_requests, num_tokens = len(plan.rows), plan.num_tokens
+        if plan.num_decodes == num_requests:
+            size = _at_least(self._decode_sizes, num_requests)
+            return None if size is None else Shape(size, size, is_decode=True)
+        tokens = _at_least(self._token_sizes, num_tokens)
+        requests = _at_least(self._request_sizes, num_requests)
+        if tokens is None or requests is None:
+            return None
+        return Shape(tokens, requests, is_decode=False)
+
+    def has(self, shape: Shape, tail: Tail) -> bool:
+        return (shape, tail) in self._graphs
+
+    def capture(self, shape: Shape, tail: Tail) -> None:
+        """Must be called before the inputs of a step are staged: padding takes their place."""
+        self._prepare(shape, tail)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._run(shape, tail)
+        if self._pool is None:
+            self._pool = graph.pool()
+        self._graphs[shape, tail] = graph
+        logger.debug("graph_captured shape=%s tail=%s", shape, tail)
+
+    def capture_decodes(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """All decode shapes at once, the largest first: the smaller ones fit into its memory."""
+        sizes = self._decode_sizes[::-1]
+        for index, size in enumerate(sizes):
+            self.capture(Shape(size, size, is_decode=True), "sample")
+            if on_progress is not None:
+                on_progress(index + 1, len(sizes))
+
+    def replay(self, shape: Shape, tail: Tail) -> None:
+        self._graphs[shape, tail].replay()
+
+    def clear(self) -> None:
+        """Before the memory that graphs refer to goes away."""
+        self._graphs.clear()
+        self._pool = None
+
+
+def _at_least(sizes: list[int], wanted: int) -> int | None:
+    index = bisect.bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None

@@ -1,0 +1,257 @@
+"""DeviceBatchBuilder: from a StepPlan to a ForwardBatch whose tensors already lie on the device.
+
+Owner of the batch state on the device: block table, last tokens and sampling parameters, one row a
+running request and one more, of null blocks, for padding. What changes is sent as a list of single
+elements; what a step needs besides goes in one packed copy from pinned memory to fixed addresses,
+so that a graph captured for a shape finds it there.
+
+Pinned memory is used in turns: a turn is over when the step that used it is known to be done, which
+holds as long as at most `TURNS - 1` steps are under way.
+
+    T tokens, R requests of a shape, W = max_num_seqs + 1 rows, M block-table width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pico_vllm.forward_batch import DeviceFeed, ForwardBatch
+from pico_vllm.kernels.scatter import scatter
+from pico_vllm.step import StepPlan
+
+TURNS = 3
+NO_ROWS = np.zeros(0, np.int32)
+WORDS_PER_ROW = 5
+"""Of sampling parameters: temperature, seed and sample index, the last two of two words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a forward pass is made for. A batch may be smaller: the rest is padding."""
+
+    num_tokens: int
+    num_requests: int
+    is_decode: bool
+
+    def fields(self) -> list[slice]:
+        """Where the fields of a packed copy lie, in words: each starts at 16 bytes, since kernels
+        are compiled anew for addresses that do not."""
+        T, R = self.num_tokens, self.num_requests
+        found, at = [], 0
+        for size in (T, T, T, R, R, R, R + 1):
+            found.append(slice(at, at + size))
+            at += -(-size // 4) * 4
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _HostFields:
+    """One turn's packed copy for one shape, on the host."""
+
+    token_ids: NDArray[np.int32]
+    token_rows: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    sample_at: NDArray[np.int32]
+    query_start_loc: NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _ForShape:
+    """Made once for a shape: where its fields lie on the host, and its batch on the device."""
+
+    batch: ForwardBatch
+    fields: list[_HostFields]
+    copies: list[tuple[Tensor, Tensor]]
+    """(device, host) of each turn."""
+
+
+@dataclass(slots=True)
+class _Pinned:
+    tensor: Tensor
+    words: NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.words = self.tensor.numpy()
+
+
+class DeviceBatchBuilder:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._null_row = max_num_seqs
+        W, M = max_num_seqs + 1, -(-max_model_len // block_size)
+        # One piece of memory, 8-byte fields first, so that one scatter reaches all of it.
+        self._state = torch.zeros(W * (WORDS_PER_ROW + M), dtype=torch.int32, device=device)
+        seeds, samples, temperatures, table = self._state.split([2 * W, 2 * W, W, W * M])
+        self._seeds_at, self._samples_at, self._temperatures_at, self._table_at = (
+            0, 2 * W, 4 * W, 5 * W,
+        )  # fmt: skip
+        self._table_width = M
+        self.seeds_W = seeds.view(torch.int64)
+        self.sample_indices_W = samples.view(torch.int64)
+        self.temperatures_W = temperatures.view(torch.float32)
+        self.block_table_WM = table.view(W, M)
+        self.last_tokens_W = torch.zeros(W, dtype=torch.int64, device=device)
+
+        most = Shape(max_num_batched_tokens, max_num_seqs, is_decode=False).fields()[-1].stop
+        self._device_words = torch.zeros(most, dtype=torch.int32, device=device)
+        self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self._turns = [self._pinned(most) for _ in range(TURNS)]
+        self._turn = 0
+        self._changes = [self._pinned(1 << 14) for _ in range(TURNS)]
+        self._device_changes = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        self._tokens: dict[int, NDArray[np.int32]] = {}
+        """By row: the ids that a request came with."""
+        self._shapes: dict[Shape, _ForShape] = {}
+
+    def stage(self, plan: StepPlan, shape: Shape) -> ForwardBatch:
+        """Send what the plan adds to the state and what its step needs. Nothing is waited for."""
+        self._turn = (self._turn + 1) % TURNS
+        self._send_changes(plan)
+        # Shapes that have a graph were padded once; others may never come again.
+        made = self._for_shape(shape, is_kept=False)
+        self._fill(made.fields[self._turn], plan)
+        device, host = made.copies[self._turn]
+        device.copy_(host, non_blocking=True)
+        return made.batch
+
+    def stage_padding(self, shape: Shape) -> ForwardBatch:
+        """A batch of padding alone: it changes nothing but what belongs to nobody."""
+        made = self._for_shape(shape, is_kept=True)
+        fields = made.fields[self._turn]
+        self._pad(fields, 0, 0)
+        fields.query_start_loc[0] = 0
+        # Waits, and may: nothing is being served yet, or a new shape costs far more.
+        made.copies[self._turn][0].copy_(made.copies[self._turn][1])
+        return made.batch
+
+    def batch_of(self, shape: Shape) -> ForwardBatch:
+        """The batch at the addresses of a shape that was padded before."""
+        return self._shapes[shape].batch
+
+    def row_tokens(self, row: int, start: int, stop: int) -> NDArray[np.int32]:
+        """Token ids that the request of a row came with, at positions start to stop."""
+        return self._tokens[row][start:stop]
+
+    def _fill(self, fields: _HostFields, plan: StepPlan) -> None:
+        n, num_requests = plan.num_decodes, len(plan.rows)
+        fields.token_ids[:n] = -1
+        fields.token_rows[:n] = plan.rows[:n]
+        fields.positions[:n] = plan.context_lens[:n]
+        at = n
+        for index in range(n, num_requests):
+            row, start = int(plan.rows[index]), int(plan.context_lens[index])
+            stop = at + int(plan.query_lens[index])
+            tokens = slice(at, stop)
+            fields.token_ids[tokens] = self._tokens[row][start : start + stop - at]
+            fields.token_rows[tokens] = row
+            fields.positions[tokens] = np.arange(start, start + stop - at)
+            at = stop
+        fields.rows[:num_requests] = plan.rows
+        np.add(plan.context_lens, plan.query_lens, out=fields.seq_lens[:num_requests])
+        ends = fields.query_start_loc
+        ends[0] = 0
+        np.cumsum(plan.query_lens, out=ends[1 : num_requests + 1])
+        np.subtract(ends[1 : num_requests + 1], 1, out=fields.sample_at[:num_requests])
+        self._pad(fields, at, num_requests)
+
+    def _pad(self, fields: _HostFields, num_tokens: int, num_requests: int) -> None:
+        fields.token_ids[num_tokens:] = 0
+        fields.token_rows[num_tokens:] = self._null_row
+        fields.positions[num_tokens:] = -1
+        fields.rows[num_requests:] = self._null_row
+        fields.seq_lens[num_requests:] = 0
+        fields.sample_at[num_requests:] = 0
+        fields.query_start_loc[num_requests + 1 :] = num_tokens
+
+    def _send_changes(self, plan: StepPlan) -> None:
+        if not plan.new_rows and not plan.new_blocks:
+            return
+        indices: list[NDArray[np.int64]] = []
+        values: list[NDArray[np.int32]] = []
+        for new in plan.new_rows:
+            self._tokens[new.row] = np.array(new.token_ids, np.int32)
+            row = new.row
+            words = np.array([new.seed, new.sample_index], np.int64).view(np.int32)
+            temperature = np.float32(0.0 if new.params.is_greedy else new.params.temperature)
+            at = (self._seeds_at + 2 * row, self._samples_at + 2 * row)
+            indices.append(
+                np.array([at[0], at[0] + 1, at[1], at[1] + 1, self._temperatures_at + row])
+            )
+            values.append(np.append(words, temperature.view(np.int32)))
+        for blocks in plan.new_blocks:
+            start = self._table_at + blocks.row * self._table_width + blocks.index
+            indices.append(np.arange(start, start + len(blocks.block_ids)))
+            values.append(np.array(blocks.block_ids, np.int32))
+        index, value = np.concatenate(indices), np.concatenate(values)
+        turn = self._changes[self._turn]
+        room = len(turn.words) // 2
+        for first in range(0, len(index), room):
+            count = min(room, len(index) - first)
+            if first:
+                # More than a turn holds: its first part must have left before it is overwritten.
+                torch.cuda.synchronize() if self._device.type == "cuda" else None
+            turn.words[:count] = index[first : first + count]
+            turn.words[count : 2 * count] = value[first : first + count]
+            sent = self._device_changes[: 2 * count]
+            sent.copy_(turn.tensor[: 2 * count], non_blocking=True)
+            scatter(self._state, sent.view(2, count))
+
+    def _for_shape(self, shape: Shape, *, is_kept: bool) -> _ForShape:
+        made = self._shapes.get(shape)
+        if made is None:
+            made = self._make(shape)
+            if is_kept:
+                self._shapes[shape] = made
+        return made
+
+    def _make(self, shape: Shape) -> _ForShape:
+        T = shape.num_tokens
+        fields = shape.fields()
+        num_words = fields[-1].stop
+        ids, token_rows, positions, rows, seq_lens, sample_at, starts = (
+            self._device_words[field] for field in fields
+        )
+        batch = ForwardBatch(
+            token_ids=ids,
+            positions=positions,
+            slot_mapping=self._slots[:T],
+            block_table=self.block_table_WM,
+            seq_lens=seq_lens,
+            query_start_loc=starts,
+            num_decodes=T if shape.is_decode else 0,
+            rows=NO_ROWS,
+            context_lens=NO_ROWS,
+            query_lens=NO_ROWS,
+            feed=DeviceFeed(
+                token_rows=token_rows,
+                table_rows=rows,
+                last_tokens=self.last_tokens_W,
+                sample_at=sample_at,
+                block_size=self._block_size,
+            ),
+        )
+        return _ForShape(
+            batch,
+            [_HostFields(*(turn.words[field] for field in fields)) for turn in self._turns],
+            [(self._device_words[:num_words], turn.tensor[:num_words]) for turn in self._turns],
+        )
+
+    def _pinned(self, num_words: int) -> _Pinned:
+        is_pinned = self._device.type == "cuda"
+        return _Pinned(torch.zeros(num_words, dtype=torch.int32, pin_memory=is_pinned))

@@ -1,0 +1,135 @@
+"""The part of loading that is for Triton kernels. They are imported when they are asked for: a
+machine without a GPU need not have Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from pico_vllm.config.engine import EngineConfig
+from pico_vllm.config.model import ModelConfig
+from pico_vllm.errors import ConfigError
+from pico_vllm.models.llama import LlamaForCausalLM
+from pico_vllm.sampler.sampler import Sampler
+
+if TYPE_CHECKING:
+    from pico_vllm.engine.device_batch import Shape
+    from pico_vllm.engine.triton_runner import TritonRunner
+
+GRAPH_RESERVE_BYTES = 512 << 20
+"""For graphs that are captured later: each takes some MiB outside PyTorch's pool."""
+
+
+def link_weights(model: LlamaForCausalLM) -> None:
+    """Tell each linear whose weights the device reads next."""
+    from pico_vllm.layers.triton_linear import TritonLinear
+
+    for linear, after in pairwise(model.linears):
+        if isinstance(linear, TritonLinear) and isinstance(after, TritonLinear):
+            linear.next_weight = after.weight.weight_NK
+
+
+def build_runner(
+    model: LlamaForCausalLM,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    sampler: Sampler,
+    device: torch.device,
+    *,
+    has_graphs: bool | None = None,
+) -> TritonRunner:
+    """has_graphs: whatever the configuration says where it is None."""
+    from pico_vllm.cache.triton_kv import TritonKV
+    from pico_vllm.engine.device_batch import DeviceBatchBuilder
+    from pico_vllm.engine.loading import TORCH_DTYPES
+    from pico_vllm.engine.triton_runner import TritonRunner
+
+    assert config.max_model_len is not None and config.num_kv_blocks is not None
+    assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
+    kv = TritonKV(
+        model_config,
+        num_device_blocks=config.num_kv_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        cos_PD=model.rope.cos_PD,
+        sin_PD=model.rope.sin_PD,
+        dtype=TORCH_DTYPES[config.dtype],
+        device=device,
+    )
+    batch_builder = DeviceBatchBuilder(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        device=device,
+    )
+    return TritonRunner(
+        model,
+        kv,
+        batch_builder,
+        sampler,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        has_graphs=config.cuda_graph != "off" if has_graphs is None else has_graphs,
+        device=device,
+    )
+
+
+def profile_activations(
+    model: LlamaForCausalLM, model_config: ModelConfig, config: EngineConfig, device: torch.device
+) -> int:
+    """Bytes that the largest steps take besides weights and KV: a step of max_num_batched_tokens,
+    the full sampler with log-probabilities for every row, and the memory of graphs.
+
+    Runs them on padding, so it needs no KV. Raises ConfigError where even that does not fit.
+    """
+    from pico_vllm.engine.cuda_graph import MAX_EXTEND_TOKENS
+    from pico_vllm.engine.device_batch import Shape
+
+    assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
+    sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
+    one_block = replace(config, num_kv_blocks=1)
+    try:
+        runner = build_runner(model, model_config, one_block, sampler, device, has_graphs=False)
+        rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        eager_bytes = max(
+            _peak_bytes(runner, Shape(tokens, rows, is_decode=False)),
+            _peak_bytes(runner, sampler),
+        )
+        graph_bytes = 0
+        if config.cuda_graph != "off":
+            largest = min(tokens, MAX_EXTEND_TOKENS)
+            graph_bytes = max(
+                _peak_bytes(runner, Shape(largest, min(rows, largest), is_decode=False)),
+                _peak_bytes(runner, Shape(rows, rows, is_decode=True)),
+            )
+            # Of a graph itself, and of what a private pool cannot share.
+            graph_bytes += GRAPH_RESERVE_BYTES
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(
+            f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free on {device} beside the "
+            f"weights of {model.num_bytes / 2**30:.2f} GiB, and a step of "
+            f"{config.max_num_batched_tokens} tokens and {config.max_num_seqs} requests does not "
+            "fit into them; lower max_num_batched_tokens or max_num_seqs, or free the device",
+            param="max_num_batched_tokens",
+        ) from error
+    del runner
+    torch.cuda.empty_cache()
+    return eager_bytes + graph_bytes
+
+
+def _peak_bytes(runner: TritonRunner, work: Shape | Sampler) -> int:
+    """What a step on padding, or the full sampler, takes at its worst moment."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    if isinstance(work, Sampler):
+        runner.run_full_sampler(work)
+    else:
+        runner.run_padding(work)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
