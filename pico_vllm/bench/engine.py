@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from pico_vllm.bench.peers.base import BenchEngine
 from pico_vllm.bench.workload import PromptSource, Workload
@@ -21,11 +20,16 @@ KEYS = (
     "cold_ms", "warm_ms", "warm_best_ms", "host_ms_per_step", "pct_of_read_limit",
 )  # fmt: skip
 
+Figures = dict[str, float | None]
+
 
 class PicoEngine:
     def __init__(self, llm: LLM) -> None:
         self.name = "pico-vllm"
         self._llm = llm
+        # Elsewhere a launch computes, or waits, and its time is not the host's own.
+        is_apart = llm.config.device != "cpu" and llm.config.kernels == "triton"
+        self.host_clock = getattr(llm.engine, "host_clock", None) if is_apart else None
 
     def generate(self, prompts: Sequence[list[int]], num_output_tokens: Sequence[int]) -> None:
         params = [
@@ -37,22 +41,35 @@ class PicoEngine:
             assert len(output.outputs[0].token_ids) == count, output.outputs[0].finish_reason
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadFloor:
+    """The least that a decode step can take: reading all weights once, and the KV of every
+    request."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    limit_bytes_s: float
+
+    def least_ms(self, workload: Workload) -> float:
+        kv_bytes = workload.batch * workload.mean_context_tokens * self.kv_bytes_per_token
+        return (self.weight_bytes + kv_bytes) / self.limit_bytes_s * 1e3
+
+
 def run_workloads(
     engines: Sequence[BenchEngine],
     workloads: Sequence[Workload],
     *,
     vocab_size: int,
     seed: int,
-    weight_bytes: int,
-    read_limit_bytes_s: float,
+    floor: ReadFloor,
 ) -> Iterator[dict[str, Any]]:
-    """One line a workload and engine, as soon as it is measured. The weights and the limit are
-    ours."""
+    """One line a workload and engine, as soon as it is measured. The floor is that of our
+    weights."""
     source = PromptSource(vocab_size, seed)
     for workload in workloads:
         for engine, figures in zip(engines, _measure(engines, workload, source), strict=True):
             if engine is engines[0] and figures.get("ms_per_step"):
-                least_ms = weight_bytes / read_limit_bytes_s * 1e3
+                least_ms = floor.least_ms(workload)
                 figures["pct_of_read_limit"] = 100 * least_ms / figures["ms_per_step"]
             line = dict.fromkeys(KEYS) | figures
             yield {
@@ -69,69 +86,80 @@ def _measure(
     engines: Sequence[BenchEngine], workload: Workload, source: PromptSource
 ) -> list[dict[str, Any]]:
     measure = {"decode": _decode, "ttft": _ttft, "mixed": _mixed, "prefix": _prefix}[workload.kind]
-    samples: list[list[dict[str, float]]] = [[] for _ in engines]
+    samples: list[list[Figures]] = [[] for _ in engines]
     for repeat in range(REPEATS + 1):
         for index, engine in enumerate(engines):
             figures = measure(engine, workload, source)
             if repeat > 0:  # the first one warms up
                 samples[index].append(figures)
-    return [
-        {key: statistics.median(sample[key] for sample in each) for key in each[0]}
-        for each in samples
-    ]
+    return [{key: _median(sample[key] for sample in each) for key in each[0]} for each in samples]
 
 
-def _timed(engine: BenchEngine, prompts: list[list[int]], counts: list[int]) -> float:
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What it took to answer some prompts."""
+
+    seconds: float
+    host_s: float
+    num_host_steps: int
+
+    def host_ms_per_step(self, without: _Run | None = None) -> float | None:
+        """Of the steps that this run has more than the other; None where nobody counted."""
+        host_s, num_steps = self.host_s, self.num_host_steps
+        if without is not None:
+            host_s, num_steps = host_s - without.host_s, num_steps - without.num_host_steps
+        return host_s / num_steps * 1e3 if num_steps > 0 else None
+
+
+def _run(engine: BenchEngine, prompts: list[list[int]], counts: list[int]) -> _Run:
+    clock = engine.host_clock
+    host_before = (0.0, 0) if clock is None else (clock.host_s, clock.num_steps)
     start = time.perf_counter()
     engine.generate(prompts, counts)
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    host_after = (0.0, 0) if clock is None else (clock.host_s, clock.num_steps)
+    return _Run(seconds, host_after[0] - host_before[0], host_after[1] - host_before[1])
 
 
-def _decode(engine: BenchEngine, workload: Workload, source: PromptSource) -> dict[str, float]:
+def _decode(engine: BenchEngine, workload: Workload, source: PromptSource) -> Figures:
     batch, out = workload.batch, source.draw(workload.out)
     prompts = [source.prompt(source.draw(workload.prompt)) for _ in range(batch)]
     again = [source.prompt(len(prompt)) for prompt in prompts]
-    first_s = _timed(engine, again, [1] * batch)
-    whole_s = _timed(engine, prompts, [out] * batch)
-    step_s = (whole_s - first_s) / (out - 1)
+    first = _run(engine, again, [1] * batch)
+    whole = _run(engine, prompts, [out] * batch)
+    step_s = (whole.seconds - first.seconds) / (out - 1)
     return {
         "ms_per_step": step_s * 1e3,
         "decode_tok_s": batch / step_s,
-        "e2e_tok_s": batch * out / whole_s,
-        "ttft_ms": first_s * 1e3,
+        "e2e_tok_s": batch * out / whole.seconds,
+        "ttft_ms": first.seconds * 1e3,
+        "host_ms_per_step": whole.host_ms_per_step(without=first),
     }
 
 
-def _ttft(engine: BenchEngine, workload: Workload, source: PromptSource) -> dict[str, float]:
+def _ttft(engine: BenchEngine, workload: Workload, source: PromptSource) -> Figures:
     prompts = [source.prompt(source.draw(workload.prompt)) for _ in range(workload.batch)]
-    seconds = _timed(engine, prompts, [1] * workload.batch)
+    seconds = _run(engine, prompts, [1] * workload.batch).seconds
     return {"ttft_ms": seconds * 1e3, "prefill_tok_s": sum(map(len, prompts)) / seconds}
 
 
-def _mixed(engine: BenchEngine, workload: Workload, source: PromptSource) -> dict[str, float]:
+def _mixed(engine: BenchEngine, workload: Workload, source: PromptSource) -> Figures:
     prompts = [source.prompt(source.draw(workload.prompt)) for _ in range(workload.batch)]
     counts = [source.draw(workload.out) for _ in prompts]
-    return {"out_tok_s": sum(counts) / _timed(engine, prompts, counts)}
+    run = _run(engine, prompts, counts)
+    return {"out_tok_s": sum(counts) / run.seconds, "host_ms_per_step": run.host_ms_per_step()}
 
 
-def _prefix(engine: BenchEngine, workload: Workload, source: PromptSource) -> dict[str, float]:
+def _prefix(engine: BenchEngine, workload: Workload, source: PromptSource) -> Figures:
     shared = source.prompt(workload.shared)
     times_ms = []
     for _ in range(workload.requests):
         prompt = shared + source.prompt(source.draw(workload.suffix))
-        times_ms.append(1e3 * _timed(engine, [prompt], [1]))
+        times_ms.append(1e3 * _run(engine, [prompt], [1]).seconds)
     warm = times_ms[1:]
     return {"cold_ms": times_ms[0], "warm_ms": statistics.median(warm), "warm_best_ms": min(warm)}
-
-
-def read_limit_bytes_s(device: str) -> float:
-    """Bytes a second that this machine reads, measured on 1 GiB with all threads of this run."""
-    data = torch.zeros(1 << 28, dtype=torch.float32, device=device)
-
-    def read() -> float:
-        start = time.perf_counter()
-        data.sum().item()
-        return time.perf_counter() - start
-
-    read()
-    return data.nbytes / min(read() for _ in range(5))

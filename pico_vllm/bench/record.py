@@ -22,7 +22,13 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLIBC_TUNABLES")
 
 
 def environment(config: EngineConfig, *, commit: str | None = None) -> dict[str, Any]:
-    """Every key of it goes into each line of a record."""
+    """Every key of it goes into each line of a record. The config is resolved."""
+    settings = {f"config_{name}": getattr(config, name) for name in config.__dataclass_fields__}
+    return machine(config.device, commit=commit) | settings
+
+
+def machine(device: str, *, commit: str | None = None) -> dict[str, Any]:
+    """Commit, machine, versions and threads."""
     facts: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **_commit(commit),
@@ -30,28 +36,26 @@ def environment(config: EngineConfig, *, commit: str | None = None) -> dict[str,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "cuda": torch.version.cuda,
         "cpu": hardware.cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "gpu": None,
         "driver": None,
     }
-    if config.device != "cpu":
-        facts["gpu"] = torch.cuda.get_device_name(torch.device(config.device))
+    if device != "cpu":
+        facts["gpu"] = torch.cuda.get_device_name(torch.device(device))
         facts["driver"] = _first_line(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         )
-    facts |= {name.lower(): os.environ.get(name) for name in THREAD_VARIABLES}
-    facts |= {f"config_{name}": getattr(config, name) for name in config.__dataclass_fields__}
-    return facts
+    return facts | {name.lower(): os.environ.get(name) for name in THREAD_VARIABLES}
 
 
-def append_record(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Add lines to a results file, one JSON object each."""
+def append_record(path: Path, line: dict[str, Any]) -> None:
+    """Add a line to a results file, one JSON object each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def _commit(given: str | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ cache helps only where a workload shares prefixes on purpose.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,12 @@ class Workload:
         longest_prompt = _highest(self.prompt) + self.shared + self.suffix[1]
         return longest_prompt + _highest(self.out)
 
+    @property
+    def mean_context_tokens(self) -> float:
+        """Tokens whose KV a decode step reads for a request, on average over its steps: the prompt
+        and half of the answer."""
+        return _mean(self.prompt) + _mean(self.out) / 2
+
 
 def read_workloads(device: str) -> list[Workload]:
     """The file for this kind of device."""
@@ -67,6 +74,45 @@ def select(workloads: list[Workload], only: str | None) -> list[Workload]:
     return [by_id[each] for each in ids]
 
 
+def check_workloads(
+    workloads: Sequence[Workload],
+    *,
+    max_model_len: int | None,
+    max_num_seqs: int | None = None,
+    num_kv_tokens: int | None = None,
+) -> None:
+    """Refuse what cannot run, or would not measure what it says: a decode step has all requests in
+    it. None is not known yet.
+
+    Raises:
+        ConfigError: a workload, its need, the limit and the way out.
+    """
+    for workload in workloads:
+        _check(
+            workload, "max_model_len", max_model_len, workload.max_total_tokens,
+            "tokens a request and the window holds",
+        )  # fmt: skip
+        if workload.kind != "decode":
+            continue
+        _check(
+            workload, "max_num_seqs", max_num_seqs, workload.batch,
+            "requests at once and max_num_seqs is",
+        )  # fmt: skip
+        _check(
+            workload, "num_kv_blocks", num_kv_tokens, workload.batch * workload.max_total_tokens,
+            "tokens of KV at once and the pool holds",
+        )  # fmt: skip
+
+
+def _check(workload: Workload, param: str, limit: int | None, need: int, relation: str) -> None:
+    if limit is not None and need > limit:
+        raise ConfigError(
+            f"{workload.id} needs {need} {relation} {limit}; raise "
+            f"--{param.replace('_', '-')} or leave it out with --only",
+            param=param,
+        )
+
+
 class PromptSource:
     """Random prompts, none given twice."""
 
@@ -82,6 +128,10 @@ class PromptSource:
         if isinstance(bounds, int):
             return bounds
         return int(self._random.integers(bounds[0], bounds[1] + 1))
+
+
+def _mean(bounds: int | tuple[int, int]) -> float:
+    return bounds if isinstance(bounds, int) else sum(bounds) / 2
 
 
 def _highest(bounds: int | tuple[int, int]) -> int:

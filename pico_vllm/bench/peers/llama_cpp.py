@@ -15,6 +15,8 @@ from pico_vllm.models.hub import resolve_model
 
 
 class LlamaCppEngine:
+    host_clock = None
+
     def __init__(self, config: EngineConfig, max_total_tokens: int) -> None:
         try:
             import llama_cpp

@@ -14,6 +14,8 @@ from pico_vllm.models.hub import read_hf_config, resolve_model
 
 
 class TransformersEngine:
+    host_clock = None
+
     def __init__(self, config: EngineConfig, dtype: torch.dtype) -> None:
         try:
             import transformers

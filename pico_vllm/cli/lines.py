@@ -1,0 +1,68 @@
+"""Figures on their way out: JSON lines or a table on stdout, and a record in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pico_vllm.cli.terminal import console, note
+
+IsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line a figure.")]
+RecordFile = Annotated[
+    Path | None, typer.Option(help="Append the lines to this file, with all they depend on.")
+]
+Commit = Annotated[
+    str | None, typer.Option(help="The commit that is measured, where there is no git.")
+]
+
+
+class Lines:
+    """Each line goes out as soon as it is measured: what was measured before an error is kept."""
+
+    def __init__(self, columns: Sequence[str], *, is_json: bool, record: Path | None) -> None:
+        """columns: of the table, those that no line fills are left out."""
+        self._columns = columns
+        self._is_json = is_json
+        self._record = record
+        self._lines: list[dict[str, Any]] = []
+
+    def add(self, line: dict[str, Any]) -> None:
+        if self._is_json:
+            print(json.dumps(line, allow_nan=False), flush=True)
+        if self._record is not None:
+            from pico_vllm.bench.record import append_record
+
+            append_record(self._record, line)
+        self._lines.append(line)
+
+    def show(self) -> None:
+        """The table, and where the record is."""
+        if not self._is_json:
+            print_table(self._columns, self._lines)
+        if self._record is not None:
+            note(f"[{len(self._lines)} lines appended to {self._record}]")
+
+
+def print_table(columns: Sequence[str], lines: Sequence[dict[str, Any]]) -> None:
+    """A row a line; columns that no line fills are left out."""
+    from rich.table import Table
+
+    used = [name for name in columns if any(line.get(name) is not None for line in lines)]
+    table = Table()
+    for name in used:
+        values = [line.get(name) for line in lines]
+        is_text = any(isinstance(value, str) for value in values)
+        table.add_column(name, justify="left" if is_text else "right")
+    for line in lines:
+        table.add_row(*(cell(line.get(name)) for name in used))
+    console().print(table)
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
