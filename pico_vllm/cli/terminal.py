@@ -55,8 +55,8 @@ def print_error(message: str) -> None:
 
 
 def load_llm(config: EngineConfig) -> LLM:
-    """Load a model, showing progress where stderr is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    """Load a model, showing a bar for each phase where stderr is a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
     screen = console(stderr=True)
     if not screen.is_terminal:
@@ -66,19 +66,21 @@ def load_llm(config: EngineConfig) -> LLM:
     with screen.status("starting torch"):
         from pico_vllm.engine.llm import LLM
     progress = Progress(
-        TextColumn("loading {task.description}"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("tensors"),
         console=screen,
         transient=True,
     )
-    task = progress.add_task(one_line(config.model), total=None)
+    name = one_line(config.model)
+    tasks: dict[str, TaskID] = {}
 
-    def show(num_done: int, num_tensors: int) -> None:
+    def show(phase: str, num_done: int, num_in_all: int) -> None:
         # Not earlier: before the first tensor the Hub may show a bar of its own.
         progress.start()
-        progress.update(task, completed=num_done, total=num_tensors)
+        if phase not in tasks:
+            tasks[phase] = progress.add_task(f"{name}: {phase}")
+        progress.update(tasks[phase], completed=num_done, total=num_in_all)
 
     try:
         return LLM(**_settings(config), on_progress=show)

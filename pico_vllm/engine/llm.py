@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pico_vllm.config.engine import EngineConfig, KvKind, WeightFormat
 from pico_vllm.config.hf_keys import show
-from pico_vllm.engine.loading import load_model
+from pico_vllm.engine.loading import OnProgress, load_model
 from pico_vllm.engine.output_processor import AnswerGroup, OutputProcessor
 from pico_vllm.errors import ConfigError, InvalidRequestError
 from pico_vllm.outputs import CompletionDelta, RequestOutput
@@ -50,10 +50,9 @@ class LLM:
         cuda_graph: str = "lazy",
         overlap: str = "auto",
         num_threads: int | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
-        """The settings are those of EngineConfig. on_progress is told (tensors loaded, tensors in
-        all).
+        """The settings are those of EngineConfig. on_progress is told (phase, done, in all).
 
         Raises:
             ModelLoadError: the model is missing, damaged or not supported.

@@ -35,8 +35,15 @@ from pico_vllm.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+OnProgress = Callable[[str, int, int], None]
+"""Told the phase of a start, and how much of it is done, of how much: tensors of "loading weights",
+graphs of "capturing graphs", or one piece of work. A phase that does not occur is not named."""
 CPU_POOL_FRACTION = 0.25
 """Part of the free memory of a CPU machine that the KV pool may take where nobody said how much."""
+
+
+def _tell_nobody(phase: str, num_done: int, num_in_all: int) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +55,13 @@ class LoadedModel:
     weight_bytes: int
 
 
-def load_model(
-    config: EngineConfig, *, on_progress: Callable[[int, int], None] | None = None
-) -> LoadedModel:
-    """Load everything. on_progress is told (tensors loaded, tensors in all).
+def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -> LoadedModel:
+    """Load everything.
 
     Raises:
         ModelLoadError, ConfigError: nothing was started.
     """
+    report = on_progress or _tell_nobody
     files = resolve_model(config.model)
     model_config, source, tokenizer = open_model(files, config)
     try:
@@ -70,12 +76,14 @@ def load_model(
         )
         _warn_of_shorter_window(config, resolved, model_config)
         check_memory(resolved, model_config, source, device)
-        model = load_weights(model_config, resolved, source, device, on_progress)
+        model = load_weights(model_config, resolved, source, device, report)
     finally:
         source.close()
     activation_bytes = 0
     if resolved.kernels == "triton" and device.type == "cuda":
+        report("profiling memory", 0, 1)
         activation_bytes = triton_loading.profile_activations(model, model_config, resolved, device)
+        report("profiling memory", 1, 1)
     resolved = settle_kv_blocks(resolved, model_config, device, model.num_bytes, activation_bytes)
     resolved = settle_graphs(resolved, model)
     engine = build_engine(model, model_config, resolved, tokenizer, device)
@@ -184,15 +192,14 @@ def load_weights(
     config: EngineConfig,
     source: WeightSource,
     device: torch.device,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress = _tell_nobody,
 ) -> LlamaForCausalLM:
     num_tensors, num_done = len(source.tensors), 0
 
     def progress(count: int) -> None:
         nonlocal num_done
         num_done += count
-        if on_progress is not None:
-            on_progress(min(num_done, num_tensors), num_tensors)
+        on_progress("loading weights", min(num_done, num_tensors), num_tensors)
 
     dtype = TORCH_DTYPES[config.dtype]
     weight_dtype = _weight_dtype(config)

@@ -51,3 +51,14 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, tiny_model: Tin
     save_file(broken, folder / "model.safetensors")
     with pytest.raises(ModelLoadError, match="NaN or infinity"):
         LLM(str(folder), max_model_len=64)
+
+
+def test_a_start_tells_its_phases(tiny_model: TinyModel) -> None:
+    """On a CPU weights are all there is to wait for; they are counted to the last one."""
+    seen: list[tuple[str, int, int]] = []
+    with LLM(str(tiny_model.folder), max_model_len=64, on_progress=lambda *step: seen.append(step)):
+        pass
+    num_tensors = len(load_file(tiny_model.folder / "model.safetensors"))
+    assert {phase for phase, _, _ in seen} == {"loading weights"}
+    assert [done for _, done, _ in seen] == sorted({done for _, done, _ in seen})
+    assert seen[-1][1:] == (num_tensors, num_tensors)

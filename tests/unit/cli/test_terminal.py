@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from pico_vllm.cli.terminal import printable, write_answer
+from pico_vllm.config.engine import EngineConfig
 
 
 class Screen(io.StringIO):
@@ -35,3 +36,28 @@ def test_answers_are_made_harmless_for_a_terminal_only(monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "stdout", stream)
         write_answer("\x1b[31mred")
     assert (screen.getvalue(), file.getvalue()) == ("\\x1b[31mred", "\x1b[31mred")
+
+
+def test_each_phase_of_a_start_has_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars stand one below the other and are gone when the model is there."""
+    from rich.console import Console
+
+    from pico_vllm.cli import terminal
+    from pico_vllm.engine import llm
+
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        terminal, "console", lambda stderr: Console(file=screen, force_terminal=True, width=80)
+    )
+
+    class Loaded:
+        def __init__(self, *, model: str, on_progress: llm.OnProgress, **settings: object) -> None:
+            on_progress("loading weights", 3, 290)
+            on_progress("loading weights", 290, 290)
+            on_progress("profiling memory", 1, 1)
+
+    monkeypatch.setattr(llm, "LLM", Loaded)
+    assert isinstance(terminal.load_llm(EngineConfig(model="some/model")), Loaded)
+    shown = screen.getvalue()
+    assert shown.index("some/model: loading weights") < shown.index("some/model: profiling memory")
+    assert "290/290" in shown and "1/1" in shown
