@@ -19,16 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from pico_vllm.kernels.launch import (
-    IS_INTERPRETED,
     launch_options,
     let_next_start,
-    prefetch_to_l2,
+    prefetch_share_to_l2,
     wait_for_inputs,
 )
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
 """More than this and adding up takes longer than it saves."""
+NUM_SHARES = 120
+"""Programs that prefetch."""
 
 
 def paged_decode_reference(
@@ -75,30 +76,57 @@ def _rotated(x_ptr, norm_ptr, cos, sin, d, dot_mask, eps, D: tl.constexpr, HAS_N
 
 
 @triton.jit
+def _kv_tile(
+    k_ptr, v_ptr, table_ptr, at, end, block_stride, d,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Keys and values at positions `at` below `end`, [BLOCK_N, D_PAD] each, zeros past it."""
+    is_there = at < end
+    blocks = tl.load(table_ptr + at // S, mask=is_there, other=0).to(tl.int64)
+    offsets = (blocks * block_stride + (at % S) * D)[:, None] + d[None, :]
+    mask = is_there[:, None]
+    if D != D_PAD:
+        mask = mask & (d < D)[None, :]
+    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+    v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
 def _paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, out_ptr,
     partial_ptr, stats_ptr, counter_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    scale_log2, eps,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, next_ptr,
+    scale_log2, eps, next_bytes,
     q_stride, block_stride, head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    GROUP_POW2: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, UNROLL: tl.constexpr,
+    NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr,
     IS_FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
-    PREFETCHES: tl.constexpr, USE_PDL: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(USE_PDL)
-    r, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pid = tl.program_id(0)
+    num_pairs = (tl.num_programs(0) - NUM_SHARES) // NUM_SPLITS
+    pair, split = pid // NUM_SPLITS, pid % NUM_SPLITS
+    if NUM_SHARES > 0:  # noqa: SIM102  one is known when compiling
+        if pair >= num_pairs:
+            share = pid - num_pairs * NUM_SPLITS
+            prefetch_share_to_l2(next_ptr, next_bytes, share, NUM_SHARES, NUM_THREADS)
+            wait_for_inputs(USE_PDL)
+            return
+    r, g = pair // NUM_KV_HEADS, pair % NUM_KV_HEADS
     # Lengths, tables and the KV of earlier steps lie complete before the step's first kernel.
     seq_len = tl.load(seq_lens_ptr + r)
     row = tl.load(rows_ptr + r)
     table_ptr += row.to(tl.int64) * table_stride
     num_cached = seq_len - IS_FUSED  # the fused kernel brings the last token itself
     num_tiles = tl.cdiv(num_cached, BLOCK_N)
-    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
     start = split * tiles_per_split * BLOCK_N
     end = tl.minimum(start + tiles_per_split * BLOCK_N, num_cached)
-    num_used = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tiles_per_split, 1)), 1)
+    num_used = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
     if split >= num_used:
         # Waits too: whoever waits for this kernel waits for all before it.
         wait_for_inputs(USE_PDL)
@@ -109,30 +137,23 @@ def _paged_decode_kernel(
     heads = tl.arange(0, GROUP_PAD)
     head_mask = heads < GROUP
     hd_mask = head_mask[:, None] & d_mask[None, :]
-    kv_head_offset = g.to(tl.int64) * head_stride
-    if PREFETCHES:
-        first = start + n
-        first_blocks = tl.load(table_ptr + first // S, mask=first < end, other=0).to(tl.int64)
-        line = tl.arange(0, D_PAD * 2 // 128) * 64
-        lines = (
-            (first_blocks * block_stride + (first % S) * D)[:, None]
-            + line[None, :]
-            + kv_head_offset
-        )
-        prefetch_to_l2(k_ptr + lines)
-        prefetch_to_l2(v_ptr + lines)
+    k_ptr += g.to(tl.int64) * head_stride
+    v_ptr += g.to(tl.int64) * head_stride
+    k, v = _kv_tile(k_ptr, v_ptr, table_ptr, start + n, end, block_stride, d, D, D_PAD, S)
     out_ptrs = out_ptr + ((r * NUM_KV_HEADS + g) * GROUP + heads[:, None]) * D + d[None, :]
     if IS_FUSED:
         position = tl.maximum(seq_len - 1, 0).to(tl.int64)
         cos = tl.load(cos_ptr + position * D + d, mask=d_mask, other=0.0)
         sin = tl.load(sin_ptr + position * D + d, mask=d_mask, other=0.0)
+        new_block = tl.load(table_ptr + position // S).to(tl.int64)
     wait_for_inputs(USE_PDL)
     if seq_len == 0:
         tl.store(out_ptrs, tl.zeros((GROUP_PAD, D_PAD), out_ptr.dtype.element_ty), mask=hd_mask)
         return
 
     dtype = q_ptr.dtype.element_ty
-    q_ptrs = q_ptr + r.to(tl.int64) * q_stride + (g * GROUP + heads)[:, None] * D
+    q_row_ptr = q_ptr + r.to(tl.int64) * q_stride
+    q_ptrs = q_row_ptr + (g * GROUP + heads)[:, None] * D
     highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
@@ -141,14 +162,12 @@ def _paged_decode_kernel(
         if split == 0:
             # The new token: its KV goes to the pool, and into the sums from here.
             one = tl.arange(0, 1)[:, None]
-            k_row = q_ptr + r.to(tl.int64) * q_stride + (NUM_KV_HEADS * GROUP + g + one) * D
-            k_new = _rotated(k_row, k_norm_ptr, cos, sin, d, d_mask[None, :], eps, D, HAS_NORM).to(
-                dtype
-            )
+            k_row = q_row_ptr + (NUM_KV_HEADS * GROUP + g + one) * D
+            k_new = _rotated(k_row, k_norm_ptr, cos, sin, d, d_mask[None, :], eps, D, HAS_NORM)
+            k_new = k_new.to(dtype)
             v_row = k_row + NUM_KV_HEADS * D
             v_new = tl.load(v_row + d[None, :], mask=d_mask[None, :], other=0.0)
-            block = tl.load(table_ptr + position // S).to(tl.int64)
-            new = block * block_stride + kv_head_offset + (position % S) * D + d[None, :]
+            new = new_block * block_stride + (position % S) * D + d[None, :]
             tl.store(k_ptr + new, k_new, mask=d_mask[None, :])
             tl.store(v_ptr + new, v_new, mask=d_mask[None, :])
             products = q_rot.to(tl.float32) * k_new.to(tl.float32)
@@ -158,63 +177,79 @@ def _paged_decode_kernel(
     else:
         q_rot = tl.load(q_ptrs + d[None, :], mask=hd_mask, other=0.0)
 
-    for at0 in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
-        at = at0 + n
-        is_there = at < end
-        blocks = tl.load(table_ptr + at // S, mask=is_there, other=0).to(tl.int64)
-        offsets = (blocks * block_stride + kv_head_offset + (at % S) * D)[:, None] + d[None, :]
-        kv_mask = is_there[:, None] & d_mask[None, :]
-        k = tl.load(k_ptr + offsets, mask=kv_mask, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=kv_mask, other=0.0)
+    # Registers hold the tile in use and the next one, under way.
+    for at in tl.range(start, end, BLOCK_N, num_stages=1):
+        next_k, next_v = _kv_tile(
+            k_ptr, v_ptr, table_ptr, at + BLOCK_N + n, end, block_stride, d, D, D_PAD, S
+        )
         scores = tl.dot(q_rot, tl.trans(k), input_precision=PRECISION) * scale_log2
-        scores = tl.where(is_there[None, :], scores, float("-inf"))
+        scores = tl.where((at + n < end)[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         highest = new_highest
+        k, v = next_k, next_v
 
     if num_used > 1:
-        pair = r * NUM_KV_HEADS + g
-        stats = stats_ptr + pair * NUM_SPLITS * GROUP * 2 + heads * 2
-        partial = (
-            partial_ptr
-            + pair.to(tl.int64) * NUM_SPLITS * GROUP * D
-            + heads[:, None] * D
-            + d[None, :]
-        )
-        tl.store(stats + split * GROUP * 2, highest, mask=head_mask)
-        tl.store(stats + split * GROUP * 2 + 1, total, mask=head_mask)
-        tl.store(partial + split * GROUP * D, acc, mask=hd_mask)
+        stats_ptr += pair * NUM_SPLITS * GROUP * 2
+        partial_ptr += pair.to(tl.int64) * NUM_SPLITS * GROUP * D
+        tl.store(stats_ptr + (split * GROUP + heads) * 2, highest, mask=head_mask)
+        tl.store(stats_ptr + (split * GROUP + heads) * 2 + 1, total, mask=head_mask)
+        partials = partial_ptr + (split * GROUP + heads[:, None]) * D + d[None, :]
+        tl.store(partials, acc, mask=hd_mask)
         tl.debug_barrier()  # all threads have stored before one of them says so
         num_done = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
         if num_done < num_used - 1:
             return
         tl.debug_barrier()
-        highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-        total = tl.zeros((GROUP_PAD,), tl.float32)
-        acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
-        for i in tl.range(0, num_used, num_stages=1, loop_unroll_factor=4):
-            split_highest = tl.load(
-                stats + i * GROUP * 2, mask=head_mask, other=0.0, cache_modifier=".cg"
-            )
-            split_total = tl.load(
-                stats + i * GROUP * 2 + 1, mask=head_mask, other=1.0, cache_modifier=".cg"
-            )
-            split_acc = tl.load(
-                partial + i * GROUP * D, mask=hd_mask, other=0.0, cache_modifier=".cg"
-            )
-            new_highest = tl.maximum(highest, split_highest)
-            shrink, split_shrink = (
-                tl.exp2(highest - new_highest),
-                tl.exp2(split_highest - new_highest),
-            )
-            total = total * shrink + split_total * split_shrink
-            acc = acc * shrink[:, None] + split_acc * split_shrink[:, None]
-            highest = new_highest
         tl.store(counter_ptr + pair, 0)
-    tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=hd_mask)
+        _add_splits(
+            partial_ptr, stats_ptr, out_ptr + pair * GROUP * D, num_used,
+            GROUP, GROUP_POW2, D, D_PAD, NUM_SPLITS, UNROLL,
+        )  # fmt: skip
+    else:
+        tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=hd_mask)
+
+
+@triton.jit
+def _add_splits(
+    partial_ptr, stats_ptr, out_ptr, num_used,
+    GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Of one (request, KV head). Each thread keeps its own places: nothing is summed across
+    threads but the statistics, and UNROLL splits are loaded before the first is needed."""
+    d, heads, splits = tl.arange(0, D_PAD), tl.arange(0, GROUP_POW2), tl.arange(0, NUM_SPLITS)
+    head_mask = heads < GROUP
+    hd_mask = head_mask[:, None] & (d < D)[None, :]
+    stats = stats_ptr + (splits[None, :] * GROUP + heads[:, None]) * 2
+    is_used = head_mask[:, None] & (splits < num_used)[None, :]
+    highest = tl.load(stats, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(stats + 1, mask=is_used, other=0.0, cache_modifier=".cg")
+    top = tl.where(head_mask, tl.max(highest, axis=1), 0.0)
+    total = tl.sum(totals * tl.exp2(highest - top[:, None]), axis=1)
+    acc = tl.zeros((GROUP_POW2, D_PAD), tl.float32)
+    for first in tl.range(0, num_used, UNROLL, num_stages=1):
+        for i in tl.static_range(UNROLL):
+            at = (first + i) * GROUP + heads
+            mask = head_mask & (first + i < num_used)
+            weight = tl.exp2(
+                tl.load(stats_ptr + at * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                - top
+            )
+            part = tl.load(
+                partial_ptr + at[:, None] * D + d[None, :],
+                mask=mask[:, None] & (d < D)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += part * weight[:, None]
+    out = acc / tl.where(head_mask, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + heads[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=hd_mask
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +292,7 @@ def num_splits(num_requests: int, num_kv_heads: int) -> int:
 
 def tile_options(row_bytes: int) -> dict[str, int]:
     """Tile and warps by the bytes of one head's key."""
-    return {"BLOCK_N": 64 if row_bytes <= 256 else 32, "NUM_STAGES": 2, "num_warps": 8}
+    return {"BLOCK_N": 64 if row_bytes <= 256 else 32, "UNROLL": 8, "num_warps": 8}
 
 
 def paged_decode(
@@ -313,12 +348,15 @@ def rope_paged_decode(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
+    prefetch: Tensor | None = None,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and paged_decode in one.
 
     Shapes:
         qkv_RND        the fused projection, contiguous: a token's H queries, G keys, G values
         cos/sin_PD     fp32 tables by position; sin with the minus sign in its first half
+        prefetch       anything contiguous; its bytes are brought to L2 by programs of their own,
+                       since attention of few requests leaves the memory idle
         the rest       as paged_decode; the pool is written at position seq_len - 1 of each request
 
     Raises:
@@ -335,7 +373,17 @@ def rope_paged_decode(
         raise ValueError(f"head_dim {head_dim} is odd: it has no halves to rotate")
     rope = (cos_PD, sin_PD, q_norm_D, k_norm_D, eps)
     return _launch(
-        qkv_RND, num_heads, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, scale, scratch, rope
+        qkv_RND,
+        num_heads,
+        k_BGSD,
+        v_BGSD,
+        block_table_WM,
+        rows_R,
+        seq_lens_R,
+        scale,
+        scratch,
+        rope,
+        prefetch,
     )
 
 
@@ -350,6 +398,7 @@ def _launch(
     scale: float,
     scratch: DecodeScratch,
     rope: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float] | None = None,
+    prefetch: Tensor | None = None,
 ) -> Tensor:
     num_requests, head_dim = q.shape[0], q.shape[2]
     num_kv_heads, block_size = k_BGSD.shape[1:3]
@@ -363,21 +412,24 @@ def _launch(
         )
     out_RHD = torch.empty((num_requests, num_heads, head_dim), dtype=q.dtype, device=q.device)
     cos, sin, q_norm, k_norm, eps = rope or (q, q, None, None, 0.0)
+    options = launch_options(q.device)
     group = num_heads // num_kv_heads
     head_dim_pad = triton.next_power_of_2(head_dim)
-    _paged_decode_kernel[(num_requests, num_kv_heads, splits)](
+    tile = tile_options(head_dim_pad * q.dtype.itemsize)
+    num_shares = 0 if prefetch is None or not options["USE_PDL"] else NUM_SHARES
+    _paged_decode_kernel[(num_requests * num_kv_heads * splits + num_shares,)](
         q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, out_RHD,
         scratch.partials, scratch.stats, scratch.counters,
         cos, sin, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
-        scale * LOG2_E, eps,
+        q if prefetch is None else prefetch,
+        scale * LOG2_E, eps, 0 if prefetch is None else prefetch.nbytes,
         q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        D=head_dim, D_PAD=head_dim_pad, S=block_size,
-        NUM_SPLITS=splits,
+        GROUP_POW2=triton.next_power_of_2(group), D=head_dim, D_PAD=head_dim_pad, S=block_size,
+        NUM_SPLITS=splits, NUM_SHARES=num_shares, NUM_THREADS=32 * tile["num_warps"],
         IS_FUSED=rope is not None, HAS_NORM=q_norm is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        PREFETCHES=not IS_INTERPRETED and head_dim_pad >= 64 and q.dtype.itemsize == 2,
-        **tile_options(head_dim_pad * q.dtype.itemsize), **launch_options(q.device),
+        **tile, **options,
     )  # fmt: skip
     return out_RHD
 
