@@ -60,21 +60,21 @@ def prefetch_to_l2(pointers):
 def prefetch_share_to_l2(
     ptr, num_bytes, share, NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr
 ):
-    """Have the copy engine bring one of NUM_SHARES equal parts of the bytes at ptr, which is
-    aligned to 16, to L2: one instruction a thread. It goes on when the program has ended."""
-    per_thread = tl.cdiv(num_bytes, NUM_SHARES * NUM_THREADS * 128) * 128
-    start = (share * NUM_THREADS + tl.arange(0, NUM_THREADS)).to(tl.int64) * per_thread
-    size = tl.minimum(num_bytes // 16 * 16 - start, per_thread).to(tl.int32)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred is_some;
-        setp.gt.s32 is_some, $2, 0;
-        @is_some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [ptr.to(tl.int64) + start, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    """Read a word of every line of one of NUM_SHARES equal parts of the bytes at ptr, which brings
+    the lines to L2. Prefetch instructions do not: of 24 MiB asked for they leave most in HBM."""
+    line = (share * NUM_THREADS + tl.arange(0, NUM_THREADS)) * 128
+    for at in tl.range(0, num_bytes, NUM_SHARES * NUM_THREADS * 128):
+        offset = at + line
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred is_there;
+            setp.ne.s32 is_there, $2, 0;
+            mov.b32 $0, 0;
+            @is_there ld.volatile.global.L2::128B.b32 $0, [$1];
+            }""",
+            "=r,l,r",
+            [ptr.to(tl.int64) + offset, (offset < num_bytes).to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -80,7 +80,8 @@ def _gemv_kernel(
     x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, next_ptr,
     next_bytes, eps, M,
     NUM_OUT: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_EARLY: tl.constexpr, GROUP: tl.constexpr,
     NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr, USE_PDL: tl.constexpr,
@@ -88,16 +89,26 @@ def _gemv_kernel(
     let_next_start(USE_PDL)
     pid = tl.program_id(0)
     rows, is_row = _weight_rows(pid, NUM_OUT, BLOCK_N, HAS_SILU)
+    if HAS_SILU:
+        n = pid * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        n = rows
     k = tl.arange(0, BLOCK_K)[None, None, :]
     m = tl.arange(0, ROWS)
-    IS_RAGGED: tl.constexpr = K % BLOCK_K != 0
+    is_m = (m < M)[:, None, None]
+    in_row = is_row[None, :, None]
     HAS_ROW_MASK: tl.constexpr = (NUM_OUT * (1 + HAS_SILU)) % BLOCK_N != 0
     weight_ptrs = weight_ptr + rows.to(tl.int64)[None, :, None] * K + k
-    x_ptrs = x_ptr + m[:, None, None] * K + k
-    in_row = is_row[None, :, None]
-    w = _load(weight_ptrs, in_row & (k < K), IS_RAGGED or HAS_ROW_MASK, "evict_first")
-    if HAS_NORM:
-        norm = _load(norm_ptr + k, k < K, IS_RAGGED, "").to(tl.float32)
+
+    # Before waiting: what no kernel writes, and for the next kernel what the memory has time for.
+    early = ()
+    for i in tl.static_range(NUM_EARLY):
+        at = i * BLOCK_K
+        w_mask = in_row & (at + k < K)
+        is_masked = HAS_ROW_MASK or at + BLOCK_K > K
+        early += (_load(weight_ptrs + at, w_mask, is_masked, "evict_first"),)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
     if HAS_NEXT:
         num_programs: tl.constexpr = (NUM_OUT * (1 + HAS_SILU) + BLOCK_N - 1) // BLOCK_N
         share = pid - (num_programs - NUM_SHARES)
@@ -105,38 +116,56 @@ def _gemv_kernel(
             prefetch_share_to_l2(next_ptr, next_bytes, share, NUM_SHARES, NUM_THREADS)
     wait_for_inputs(USE_PDL)
 
-    x_mask = (k < K) & (m < M)[:, None, None]
-    x = _load(x_ptrs, x_mask, IS_RAGGED or ROWS > 1, "").to(tl.float32)
+    out_at = m[:, None] * NUM_OUT + n[None, :]
+    is_there = (m < M)[:, None] & (n < NUM_OUT)[None, :]
+    if HAS_RESIDUAL:  # here, for its way to overlap x's
+        residual = tl.load(residual_ptr + out_at, mask=is_there, other=0.0).to(tl.float32)
+    ITEM: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if BLOCK_K * ITEM <= 512 and NUM_THREADS > 32:
+        # A warp takes whole rows: with x in the same form no values cross warps.
+        x_k = tl.broadcast_to(k, (1, BLOCK_N, BLOCK_K))
+    else:
+        x_k = k
+    x_row = m[:, None, None] * K
+    acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), tl.float32)
     if HAS_NORM:
-        squares = x * x
-        x *= norm
-    acc = w.to(tl.float32) * x
-    for k0 in tl.range(BLOCK_K, K, BLOCK_K, loop_unroll_factor=UNROLL):
-        is_k = k0 + k < K
-        w = _load(weight_ptrs + k0, in_row & is_k, IS_RAGGED or HAS_ROW_MASK, "evict_first")
-        x_mask = is_k & (m < M)[:, None, None]
-        x = _load(x_ptrs + k0, x_mask, IS_RAGGED or ROWS > 1, "").to(tl.float32)
+        squares = tl.zeros((ROWS, x_k.shape[1], BLOCK_K), tl.float32)
+    for i in tl.static_range(NUM_EARLY):
+        x_at = i * BLOCK_K + x_k
+        is_ragged = (i + 1) * BLOCK_K > K
+        x = _load(x_ptr + x_row + x_at, is_m & (x_at < K), is_ragged or ROWS > 1, "")
+        x = x.to(tl.float32)
         if HAS_NORM:
             squares += x * x
-            x *= _load(norm_ptr + k0 + k, is_k, IS_RAGGED, "").to(tl.float32)
-        acc += w.to(tl.float32) * x
+            x *= _load(norm_ptr + x_at, x_at < K, is_ragged, "").to(tl.float32)
+        acc += early[i].to(tl.float32) * x
+    IS_RAGGED: tl.constexpr = (K - NUM_EARLY * BLOCK_K) % (GROUP * BLOCK_K) != 0
+    for k0 in tl.range(NUM_EARLY * BLOCK_K, K, GROUP * BLOCK_K):
+        group = ()
+        for i in tl.static_range(GROUP):
+            at = k0 + i * BLOCK_K
+            w_mask = in_row & (at + k < K)
+            group += (_load(weight_ptrs + at, w_mask, IS_RAGGED or HAS_ROW_MASK, "evict_first"),)
+        for i in tl.static_range(GROUP):
+            x_at = k0 + i * BLOCK_K + x_k
+            x = _load(x_ptr + x_row + x_at, is_m & (x_at < K), IS_RAGGED or ROWS > 1, "")
+            x = x.to(tl.float32)
+            if HAS_NORM:
+                squares += x * x
+                x *= _load(norm_ptr + x_at, x_at < K, IS_RAGGED, "").to(tl.float32)
+            acc += group[i].to(tl.float32) * x
 
     y = tl.sum(acc, axis=2)
     if HAS_NORM:
         y *= tl.rsqrt(tl.sum(squares, axis=2) / K + eps)
     if HAS_BIAS:
-        y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        y += bias[None, :]
     if HAS_SILU:
         gate, up = tl.split(tl.reshape(y, (ROWS, BLOCK_N // 2, 2)))
         y = gate / (1.0 + tl.exp(-gate)) * up
-        n = pid * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    else:
-        n = rows
-    at = m[:, None] * NUM_OUT + n[None, :]
-    is_there = (m < M)[:, None] & (n < NUM_OUT)[None, :]
     if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_there)
+        y += residual
+    tl.store(out_ptr + out_at, y.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["M", "next_bytes"])
@@ -285,14 +314,16 @@ class LinearScratch:
 
 
 def gemv_options(N: int, K: int, itemsize: int) -> dict[str, int]:
-    """Tile and warps of the GEMV."""
-    widest = 4096 // itemsize
-    block_k = min(widest, max(16, triton.next_power_of_2(K)))
+    """Tile and warps of the GEMV. A warp reads 512 bytes of a row at once."""
+    width = 512 // itemsize
+    if 8 * width < K:
+        num_early = min(3, -(-K // (8 * width)))
+        tile = {"BLOCK_N": 1, "BLOCK_K": 8 * width, "NUM_EARLY": num_early, "GROUP": 2}
+        return {**tile, "num_warps": 8}
+    tile = {"BLOCK_K": width, "NUM_EARLY": -(-K // width), "GROUP": 1}
     if N >= 65536:
-        return {"BLOCK_N": 4, "BLOCK_K": block_k // 2, "UNROLL": 1, "num_warps": 4}
-    if widest < K:
-        return {"BLOCK_N": 2, "BLOCK_K": block_k // 2, "UNROLL": 4, "num_warps": 4}
-    return {"BLOCK_N": 2, "BLOCK_K": block_k, "UNROLL": 1, "num_warps": 4}
+        return {"BLOCK_N": 8, **tile, "num_warps": 4}
+    return {"BLOCK_N": 2, **tile, "num_warps": 1}
 
 
 def skinny_options(M: int, N: int, K: int, itemsize: int) -> dict[str, int]:
@@ -309,6 +340,11 @@ def skinny_options(M: int, N: int, K: int, itemsize: int) -> dict[str, int]:
         tile["NUM_SPLITS"] = max(1, min(264 // num_tiles, most, 8))
     tile["BLOCK_K"] = min(tile["BLOCK_K"] * 2 // itemsize, triton.next_power_of_2(K))
     return {"BLOCK_M": block_m, **tile, "BLOCK_K": max(16, tile["BLOCK_K"])}
+
+
+def beats_cublas(M: int, N: int, K: int) -> bool:
+    """Whether small_linear is the faster way for M rows and a weight [N, K]."""
+    return M <= MAX_ROWS
 
 
 def small_linear(
