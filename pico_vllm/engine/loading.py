@@ -38,6 +38,8 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 OnProgress = Callable[[str, int, int], None]
 """Told the phase of a start, and how much of it is done, of how much: tensors of "loading weights",
 graphs of "capturing graphs", or one piece of work. A phase that does not occur is not named."""
+MIN_CAPABILITY = 8
+"""First GPU generation with bf16 and asynchronous copies."""
 CPU_POOL_FRACTION = 0.25
 """Part of the free memory of a CPU machine that the KV pool may take where nobody said how much."""
 
@@ -74,6 +76,8 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
             has_fast_bf16=device.type == "cuda" or hardware.cpu_has_fast_bf16(),
             num_threads=torch.get_num_threads(),
         )
+        if resolved.kernels == "triton":
+            triton_loading.check(resolved, model_config, device)
         _warn_of_shorter_window(config, resolved, model_config)
         check_memory(resolved, model_config, source, device)
         model = load_weights(model_config, resolved, source, device, report)
@@ -166,9 +170,8 @@ def settle_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device {name} was asked for, but torch {torch.__version__} sees no GPU; use "
-            "--device cpu, or install a "
-            "driver and a CUDA build of torch",
+            f"device {name} was asked for, but torch {torch.__version__} {_why_no_gpu()}; use "
+            "--device cpu",
             param="device",
         )
     index = int(name.partition(":")[2] or 0)
@@ -178,7 +181,26 @@ def settle_device(name: str) -> torch.device:
             "numbered from 0",
             param="device",
         )
+    major, minor = torch.cuda.get_device_capability(index)
+    if major < MIN_CAPABILITY:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; "
+            f"{MIN_CAPABILITY}.0 or newer (Ampere) is needed; use --device cpu",
+            param="device",
+        )
     return torch.device("cuda", index)
+
+
+def _why_no_gpu() -> str:
+    """What stands between torch and a GPU, and the way out, in a few words."""
+    if torch.version.cuda is None:
+        return "is a build without CUDA; install one with it"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        # torch names the driver's version and what it needs in its first sentence.
+        return f"cannot use a GPU: {str(error).splitlines()[0].rstrip('.')}"
+    return "sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _weight_dtype(config: EngineConfig) -> torch.dtype:

@@ -3,6 +3,8 @@ machine without a GPU need not have Triton."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,8 +21,41 @@ if TYPE_CHECKING:
     from pico_vllm.engine.device_batch import Shape
     from pico_vllm.engine.triton_runner import TritonRunner
 
+MAX_HEAD_DIM = 256
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 GRAPH_RESERVE_BYTES = 512 << 20
 """For graphs that are captured later: each takes some MiB outside PyTorch's pool."""
+
+
+def check(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Refuse what the kernels cannot do, before any weight is read.
+
+    Raises:
+        ConfigError: no GPU, no Triton, or a head_dim or block_size that they do not take.
+    """
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            f"kernels triton needs a GPU, and the device is {device}; use kernels plain",
+            param="kernels",
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "kernels triton needs the package triton, which this torch came without; install it, "
+            "or use kernels plain",
+            param="kernels",
+        )
+    if model.head_dim % 8 or model.head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"head_dim {model.head_dim} is not supported by the GPU kernels, which take multiples "
+            f"of 8 up to {MAX_HEAD_DIM}; use --kernels plain",
+            param="kernels",
+        )
+    if config.block_size not in BLOCK_SIZES:
+        raise ConfigError(
+            f"block_size {config.block_size} is not supported by the GPU kernels, which take "
+            f"{', '.join(map(str, BLOCK_SIZES))}; use one of them, or --kernels plain",
+            param="block_size",
+        )
 
 
 def link_weights(model: LlamaForCausalLM) -> None:
