@@ -234,7 +234,7 @@ def _add_splits(
     for first in tl.range(0, num_used, UNROLL, num_stages=1):
         for i in tl.static_range(UNROLL):
             at = (first + i) * GROUP + heads
-            mask = head_mask & (first + i < num_used)
+            mask = heads < tl.where(first + i < num_used, GROUP, 0)
             weight = tl.exp2(
                 tl.load(stats_ptr + at * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
                 - top
