@@ -67,7 +67,7 @@ def run_workloads(
     weights."""
     source = PromptSource(vocab_size, seed)
     for workload in workloads:
-        for engine, figures in zip(engines, _measure(engines, workload, source), strict=True):
+        for engine, figures in zip(engines, measure(engines, workload, source), strict=True):
             if engine is engines[0] and figures.get("ms_per_step"):
                 least_ms = floor.least_ms(workload)
                 figures["pct_of_read_limit"] = 100 * least_ms / figures["ms_per_step"]
@@ -82,14 +82,17 @@ def run_workloads(
             }
 
 
-def _measure(
+def measure(
     engines: Sequence[BenchEngine], workload: Workload, source: PromptSource
-) -> list[dict[str, Any]]:
-    measure = {"decode": _decode, "ttft": _ttft, "mixed": _mixed, "prefix": _prefix}[workload.kind]
+) -> list[Figures]:
+    """Medians of REPEATS after one to warm up, the engines in turn."""
+    measure_once = {"decode": _decode, "ttft": _ttft, "mixed": _mixed, "prefix": _prefix}[
+        workload.kind
+    ]
     samples: list[list[Figures]] = [[] for _ in engines]
     for repeat in range(REPEATS + 1):
         for index, engine in enumerate(engines):
-            figures = measure(engine, workload, source)
+            figures = measure_once(engine, workload, source)
             if repeat > 0:  # the first one warms up
                 samples[index].append(figures)
     return [{key: _median(sample[key] for sample in each) for key in each[0]} for each in samples]

@@ -19,6 +19,7 @@ from pico_vllm.cli.chat import chat
 from pico_vllm.cli.generate import generate
 from pico_vllm.cli.info import info
 from pico_vllm.cli.models import models, pull
+from pico_vllm.cli.profile import profile
 from pico_vllm.cli.terminal import one_line, print_error
 from pico_vllm.errors import PicoError
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, info, pull, models):
+for command in (generate, chat, info, pull, models, profile):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pico_vllm.bench.engine import KEYS
+from pico_vllm.bench.trace import STEP
 from pico_vllm.cli import main
 
 ON_CPU = ["--device", "cpu", "--threads", "1", "--dtype", "float32"]
@@ -56,3 +57,51 @@ def test_a_workload_that_cannot_run_is_refused_before_loading(
     assert main.run(["bench", "engine", "--model", "nonsense", *options, *ON_CPU]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1
+
+
+def test_profile_of_a_decode_step(
+    tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every step does the same operations, their times add up, the trace is kept, and the engine
+    holds no request thereafter."""
+    trace = tmp_path / "new" / "trace.json"
+    options = ["--batch", "3", "--context", "40", "--steps", "4", "--max-num-seqs", "4"]
+    model = ["--model", str(tiny_model.folder), "--max-num-batched-tokens", "64"]
+    command = ["profile", *model, *options, "--json", "--trace", str(trace), *ON_CPU]
+    assert main.run(command) == 0
+    (found,) = json_lines(capsys.readouterr().out)
+    shares = found["shares"]
+    assert sum(share["pct"] for share in shares) == pytest.approx(100, abs=0.5)
+    assert 0 < found["busy_ms"] <= found["traced_ms_per_step"]
+    assert found["replay_ms"] is None and found["host_ms_per_step"] is None
+    assert found["works"] >= found["launches"] >= 1
+    assert found["works"] == pytest.approx(sum(share["per_step"] for share in shares), abs=0.5)
+    assert (found["batch"], found["context"], found["config_max_num_seqs"]) == (3, 40, 4)
+    marks = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == STEP]
+    assert len(marks) == 4
+
+
+def test_profile_prints_tables(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --json a person gets the step and its operations."""
+    model = ["--model", str(tiny_model.folder), "--max-model-len", "64"]
+    assert main.run(["profile", *model, "--context", "8", "--steps", "2", *ON_CPU]) == 0
+    out = capsys.readouterr().out
+    assert "a step, without the profiler, ms" in out and "aten::" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context", "60"], "batch 1 and context 60 need 72 tokens a request and max_model_len"),
+        (["--batch", "5"], "batch 5 and context 4 need 5 requests at once and max_num_seqs"),
+        (["--trace", "x.txt"], "--trace x.txt must end in .json or .json.gz"),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused(
+    tiny_model: Any, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line has the need, the limit and the way out."""
+    model = ["--model", str(tiny_model.folder), "--max-model-len", "64", "--max-num-seqs", "4"]
+    sizes = ["--context", "4", "--steps", "2"]
+    assert main.run(["profile", *model, *sizes, *options, *ON_CPU]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {message}")
