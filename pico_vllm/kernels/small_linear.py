@@ -168,6 +168,64 @@ def _gemv_kernel(
     tl.store(out_ptr + out_at, y.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
+@triton.jit
+def dot_rows(
+    first_w, x_ptr, weight_ptr, norm_ptr, rows, is_row, M, k_start, k_end,
+    K: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, IS_MASKED: tl.constexpr, HAS_NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weight rows times all rows of x over SPAN input features from k_start, of which those from
+    k_end on do not count: the sums [BLOCK_N, BLOCK_M], and x's squares summed [BLOCK_M].
+
+    With NUM_STAGES 1 the next weights are on their way in registers, first_w being the first; else
+    in shared memory.
+    """
+    k = k_start + tl.arange(0, BLOCK_K)
+    m = tl.arange(0, BLOCK_M)
+    is_m = (m < M)[:, None]
+    in_row = is_row[:, None]
+    weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * K + k[None, :]
+    x_ptrs = x_ptr + m[:, None] * K + k[None, :]
+    dtype = x_ptr.dtype.element_ty
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    if NUM_STAGES == 1:
+        w = first_w
+    for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=NUM_STAGES):
+        if NUM_STAGES == 1:
+            ahead = k0 + BLOCK_K
+            next_mask = in_row & (ahead + k < k_end)[None, :]
+            next_w = tl.load(
+                weight_ptrs + ahead, mask=next_mask, other=0.0, eviction_policy="evict_first"
+            )
+        else:
+            w_mask = in_row & (k0 + k < k_end)[None, :]
+            w = _load(weight_ptrs + k0, w_mask, IS_MASKED, "evict_first")
+        x = tl.load(x_ptrs + k0, mask=is_m & (k0 + k < k_end)[None, :], other=0.0)
+        if HAS_NORM:
+            norm = _load(norm_ptr + k0 + k, k0 + k < k_end, IS_MASKED, "").to(tl.float32)
+            if dtype == tl.float16:
+                norm *= 0.0625  # x times the norm's weight may exceed fp16 before it is scaled
+            x_fp32 = x.to(tl.float32)
+            squares += x_fp32 * x_fp32
+            x = (x_fp32 * norm[None, :]).to(dtype)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        if NUM_STAGES == 1:
+            w = next_w
+    return acc, tl.sum(squares, axis=1)
+
+
+@triton.jit
+def rms_scale(square, eps, K: tl.constexpr, dtype: tl.constexpr):
+    """What dot_rows' sums are multiplied by to have been RMS-normalised."""
+    scale = tl.rsqrt(square / K + eps)
+    if dtype == tl.float16:
+        scale *= 16.0
+    return scale
+
+
 @triton.jit(do_not_specialize=["M", "next_bytes"])
 def _skinny_kernel(
     x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, next_ptr,
@@ -186,70 +244,29 @@ def _skinny_kernel(
     rows, is_row = _weight_rows(pid, NUM_OUT, BLOCK_N, HAS_SILU)
     # A split takes whole tiles; the last one may take fewer.
     SPLIT_K: tl.constexpr = (K + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
-    IS_RAGGED: tl.constexpr = SPLIT_K * NUM_SPLITS != K
-    HAS_ROW_MASK: tl.constexpr = (NUM_OUT * (1 + HAS_SILU)) % BLOCK_N != 0
-    k = split * SPLIT_K + tl.arange(0, BLOCK_K)
-    m = tl.arange(0, BLOCK_M)
-    is_m = m < M
-    weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * K + k[None, :]
-    x_ptrs = x_ptr + m[:, None] * K + k[None, :]
-    dtype = x_ptr.dtype.element_ty
-    # x times the norm's weight may exceed fp16 before it is scaled.
-    SHRINK: tl.constexpr = 0.0625 if HAS_NORM and dtype == tl.float16 else 1.0
-    IS_MASKED: tl.constexpr = IS_RAGGED or HAS_ROW_MASK
+    IS_MASKED: tl.constexpr = (SPLIT_K * NUM_SPLITS != K) or (
+        (NUM_OUT * (1 + HAS_SILU)) % BLOCK_N != 0
+    )
+    k_start = split * SPLIT_K
+    k_end = tl.minimum(k_start + SPLIT_K, K)
+    first_w = 0
     if NUM_STAGES == 1:
-        w = _load(weight_ptrs, is_row[:, None] & (k < K)[None, :], IS_MASKED, "evict_first")
+        k = k_start + tl.arange(0, BLOCK_K)
+        weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * K + k[None, :]
+        w_mask = is_row[:, None] & (k < k_end)[None, :]
+        first_w = _load(weight_ptrs, w_mask, IS_MASKED, "evict_first")
     if HAS_NEXT:
-        num_programs: tl.constexpr = (
-            (NUM_OUT * (1 + HAS_SILU) + BLOCK_N - 1) // BLOCK_N * NUM_SPLITS
-        )
-        share = split * (num_programs // NUM_SPLITS) + pid - (num_programs - NUM_SHARES)
+        num_tiles: tl.constexpr = (NUM_OUT * (1 + HAS_SILU) + BLOCK_N - 1) // BLOCK_N
+        share = split * num_tiles + pid - (num_tiles * NUM_SPLITS - NUM_SHARES)
         if share >= 0:
             prefetch_share_to_l2(next_ptr, next_bytes, share, NUM_SHARES, NUM_THREADS)
     wait_for_inputs(USE_PDL)
 
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if HAS_NORM:
-        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    if NUM_STAGES == 1:
-        # Tile by tile with the next one on its way, x's too: a load of x that is waited for at once
-        # would hold back the weights behind it.
-        x = tl.load(x_ptrs, mask=is_m[:, None] & (k < K)[None, :], other=0.0)
-        if HAS_NORM:
-            norm = _load(norm_ptr + k, k < K, IS_RAGGED, "")
-    for k0 in tl.range(0, SPLIT_K, BLOCK_K, num_stages=NUM_STAGES):
-        if NUM_STAGES == 1:
-            is_k = k0 + BLOCK_K + k < tl.minimum((split + 1) * SPLIT_K, K)
-            next_at = k0 + BLOCK_K
-            next_w = tl.load(
-                weight_ptrs + next_at, mask=is_row[:, None] & is_k[None, :], other=0.0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
-            next_x = tl.load(x_ptrs + next_at, mask=is_m[:, None] & is_k[None, :], other=0.0)
-            if HAS_NORM:
-                next_norm = tl.load(norm_ptr + next_at + k, mask=is_k, other=0.0)
-        else:
-            is_k = k0 + k < K
-            w_mask = is_row[:, None] & is_k[None, :]
-            w = _load(weight_ptrs + k0, w_mask, IS_MASKED, "evict_first")
-            x = tl.load(x_ptrs + k0, mask=is_m[:, None] & is_k[None, :], other=0.0)
-            if HAS_NORM:
-                norm = _load(norm_ptr + k0 + k, is_k, IS_RAGGED, "")
-        if HAS_NORM:
-            x_fp32 = x.to(tl.float32)
-            squares += x_fp32 * x_fp32
-            x_in = (x_fp32 * (norm.to(tl.float32) * SHRINK)[None, :]).to(dtype)
-        else:
-            x_in = x
-        acc = tl.dot(w, tl.trans(x_in), acc, input_precision=PRECISION)
-        if NUM_STAGES == 1:
-            w = next_w
-            x = next_x
-            if HAS_NORM:
-                norm = next_norm
-
-    if HAS_NORM:
-        square = tl.sum(squares, axis=1)
+    acc, square = dot_rows(
+        first_w, x_ptr, weight_ptr, norm_ptr, rows, is_row, M, k_start, k_end,
+        K, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, IS_MASKED, HAS_NORM, PRECISION,
+    )  # fmt: skip
+    m = tl.arange(0, BLOCK_M)
     if NUM_SPLITS > 1:
         j = tl.arange(0, BLOCK_N)
         TILE: tl.constexpr = (BLOCK_N + 1) * BLOCK_M  # the sums, and a row of squares
@@ -265,8 +282,7 @@ def _skinny_kernel(
             return
         tl.debug_barrier()
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        if HAS_NORM:
-            square = tl.zeros((BLOCK_M,), tl.float32)
+        square = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(NUM_SPLITS):
             acc += tl.load(acc_ptrs + i * TILE, cache_modifier=".cg")
             if HAS_NORM:
@@ -274,7 +290,7 @@ def _skinny_kernel(
         tl.store(counter_ptr + pid, 0)
 
     if HAS_NORM:
-        acc *= (tl.rsqrt(square / K + eps) / SHRINK)[None, :]
+        acc *= rms_scale(square, eps, K, x_ptr.dtype.element_ty)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if HAS_SILU:
@@ -286,7 +302,7 @@ def _skinny_kernel(
         y = acc
         n = rows
     at = n[:, None] + m[None, :] * NUM_OUT
-    is_there = (n < NUM_OUT)[:, None] & is_m[None, :]
+    is_there = (n < NUM_OUT)[:, None] & (m < M)[None, :]
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + at, mask=is_there, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_there)
