@@ -7,11 +7,27 @@ from collections.abc import Callable
 
 import torch
 
+from pico_vllm.engine.loading import settle_device
 from pico_vllm.errors import ConfigError
 
 READ_BYTES = 1 << 30
 MATMUL_SIZE = 8192
 NUM_TRIES = 10
+
+
+def require_gpu(device: str, command: str) -> torch.device:
+    """The GPU of that name; auto is the first.
+
+    Raises:
+        ConfigError: there is none, or the CPU was asked for.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        why = "was given the CPU" if device == "cpu" else f"torch {torch.__version__} sees none"
+        raise ConfigError(
+            f"{command} needs a GPU and {why}; bench engine and bench ladder run without one",
+            param="device",
+        )
+    return settle_device(device)
 
 
 def read_limit_bytes_s(device: str) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pico_vllm.bench.clock import StartupClock
 from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile
-from pico_vllm.cli.options import takes_config
+from pico_vllm.cli.options import field_option, takes_config
 from pico_vllm.cli.terminal import load_llm
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.errors import ConfigError
@@ -25,6 +26,12 @@ PEERS = ("transformers", "llama-cpp")
 ENGINE_COLUMNS = (
     "id", "engine", "ms_per_step", "host_ms_per_step", "pct_of_read_limit", "decode_tok_s",
     "ttft_ms", "prefill_tok_s", "out_tok_s", "cold_ms", "warm_ms", "startup_s",
+)  # fmt: skip
+
+
+KERNEL_COLUMNS = (
+    "kernel", "rows", "context", "us", "tb_s", "tflop_s", "pct_of_limit", "twin_us", "torch_us",
+    "torch_name",
 )  # fmt: skip
 
 
@@ -93,6 +100,86 @@ def bench_engine(
         for line in (first, *measured):
             lines.add({"id": line["id"], "model": engine.model} | line | facts)
         lines.show()
+
+
+@app.command("kernels")
+def bench_kernels(
+    model: Annotated[
+        str, typer.Option(help="Whose sizes; its weights are not read.")
+    ] = "qwen2.5-1.5b",
+    rows: Annotated[
+        str, typer.Option(help="Requests that decode, with commas between.")
+    ] = "1,8,32",
+    context: Annotated[
+        str, typer.Option(help="Tokens that each attends to, with commas between.")
+    ] = "128,640,16384",
+    only: Annotated[
+        str | None, typer.Option(help="Time these kernels only, names with commas between.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    block_size: Annotated[int, field_option(EngineConfig, "block_size")] = 16,
+    device: Annotated[str, typer.Option(help="auto, cuda or cuda:N.")] = "auto",
+    is_json: IsJson = False,
+    record: RecordFile = None,
+    commit: Commit = None,
+) -> None:
+    """Time each kernel of a step by itself, beside its plain twin and torch. Needs a GPU."""
+    EngineConfig(model=model, dtype=dtype, device=device, block_size=block_size)  # checks them
+    all_rows, contexts = _integers("rows", rows), _integers("context", context)
+    from pico_vllm.bench.limits import matmul_limit_flop_s, read_limit_bytes_s, require_gpu
+
+    torch_device = require_gpu(device, "bench kernels")
+    from pico_vllm.bench.kernels import KERNELS, GraphTimer, Limits, Sizes, time_kernels
+    from pico_vllm.bench.model_sizes import read_model_config
+    from pico_vllm.bench.record import machine
+    from pico_vllm.engine.loading import TORCH_DTYPES
+    from pico_vllm.kernels.small_linear import MAX_ROWS
+
+    chosen = _names("only", only, KERNELS)
+    if max(all_rows) > MAX_ROWS:
+        raise ConfigError(
+            f"--rows {max(all_rows)} is more than the {MAX_ROWS} rows that small_linear takes",
+            param="rows",
+        )
+    if dtype not in TORCH_DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(TORCH_DTYPES)}", param="dtype")
+    torch_dtype = TORCH_DTYPES[dtype]
+    name = str(torch_device)
+    limits = Limits(read_limit_bytes_s(name), matmul_limit_flop_s(name, torch_dtype))
+    facts = {
+        "model": model,
+        "dtype": dtype,
+        "block_size": block_size,
+        "read_limit_gb_s": round(limits.read_bytes_s / 1e9, 2),
+        "matmul_limit_tflop_s": round(limits.matmul_flop_s / 1e12, 2),
+    } | machine(name, commit=commit)
+    sizes = Sizes(
+        read_model_config(model), all_rows, contexts, block_size, torch_dtype, torch_device
+    )
+    lines = Lines(KERNEL_COLUMNS, is_json=is_json, record=record)
+    for line in time_kernels(sizes, chosen, GraphTimer(torch_device), limits):
+        lines.add(line | facts)
+    lines.show()
+
+
+def _integers(option: str, text: str) -> list[int]:
+    numbers = [each.strip() for each in text.split(",")]
+    if not all(each.isdecimal() and 0 < int(each) < 1 << 31 for each in numbers):
+        raise ConfigError(
+            f"--{option} {text!r} must be whole numbers from 1 up, with commas between",
+            param=option,
+        )
+    return [int(each) for each in numbers]
+
+
+def _names(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    names = list(known) if text is None else [each.strip() for each in text.split(",")]
+    unknown = [each for each in names if each not in known]
+    if unknown:
+        raise ConfigError(
+            f"--{option} names {', '.join(unknown)}; there are {', '.join(known)}", param=option
+        )
+    return names
 
 
 def _workloads(engine: EngineConfig, only: str | None) -> list[Workload]:

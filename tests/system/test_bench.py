@@ -105,3 +105,21 @@ def test_a_profile_that_does_not_fit_is_refused(
     sizes = ["--context", "4", "--steps", "2"]
     assert main.run(["profile", *model, *sizes, *options, *ON_CPU]) == 1
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "bench kernels needs a GPU and was given the CPU; bench engine"),
+        (["--rows", "1,x"], "--rows '1,x' must be whole numbers from 1 up, with commas between"),
+        (["--context", "0"], "--context '0' must be whole numbers from 1 up"),
+        (["--block-size", "0"], "block_size must be a whole number from 1 to 256"),
+    ],
+)
+def test_kernels_without_a_gpu_are_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong options are told first, then that there is nothing to time on."""
+    assert main.run(["bench", "kernels", "--device", "cpu", *options]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1

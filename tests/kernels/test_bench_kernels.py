@@ -1,0 +1,143 @@
+"""The cases of `bench kernels`: what is timed side by side computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pico_vllm.bench import kernels
+from pico_vllm.bench.kernels import KERNELS, KernelCase, Limits, Run, Sizes, cases, time_kernels
+from pico_vllm.config.model import ModelConfig
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def sizes(architecture: str) -> Sizes:
+    """A tiny model: Qwen2's has a bias, Qwen3's normalises heads."""
+    config: dict[str, Any] = {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": architecture.lower(),
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100.0,
+        "tie_word_embeddings": True,
+    }
+    return Sizes(
+        ModelConfig.from_hf(config),
+        rows=[1, 3],
+        contexts=[21],
+        block_size=8,
+        dtype=torch.float32,
+        device=DEVICE,
+        prefill_tokens=19,
+        cold_bytes=20_000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernel"),
+    [
+        *(("Qwen2", kernel) for kernel in KERNELS),
+        ("Qwen3", "decode_attention"),
+        ("Qwen3", "rope_store_kv"),
+    ],
+)
+def test_kernel_and_twin_of_a_case_agree(architecture: str, kernel: str) -> None:
+    """On the first set of tensors and on the last, which is another one."""
+    torch.manual_seed(0)
+    it = sizes(architecture)
+    if kernel == "decode_attention":
+        it = replace(it, rows=[3])  # fewer splits: the interpreter is slow
+    found = list(cases(it, [kernel]))
+    assert len(found) == (2 if kernel in KERNELS[:5] else 1)
+    for case in found:
+        outputs = []
+        for index in (0, case.num_sets - 1):
+            twin = case.twin(index)
+            torch.testing.assert_close(case.ours(index), twin, rtol=2e-4, atol=2e-5)
+            outputs.append(twin)
+        assert not torch.equal(*outputs)
+        if case.torch_run is not None:
+            assert case.torch_run(0).numel() >= outputs[0].numel()
+
+
+def test_torch_beside_ours_is_the_same_work() -> None:
+    """The operations of torch that need no other layout give the twin's answer."""
+    torch.manual_seed(0)
+    for case in cases(sizes("Qwen2"), ["rms_norm", "silu_mul"]):
+        assert case.torch_run is not None
+        torch.testing.assert_close(case.torch_run(1), case.twin(1), rtol=1e-5, atol=1e-6)
+
+
+class FakeTimer:
+    """20 us in a graph, 50 one by one."""
+
+    def in_graph_us(self, run: Run, num_sets: int) -> float:
+        return 20.0
+
+    def eager_us(self, run: Run) -> float:
+        return 50.0
+
+
+def test_lines_hold_rates_and_the_part_of_the_limit() -> None:
+    """Bytes over time for what reads, operations over time for a long prompt's attention."""
+    limits = Limits(read_bytes_s=1e9, matmul_flop_s=2e10)
+    lines = {
+        line["id"]: line
+        for line in time_kernels(
+            sizes("Qwen2"), ["o", "decode_attention", "prefill_attention"], FakeTimer(), limits
+        )
+    }
+    assert list(lines) == [
+        "o-r1", "o-r3", "decode_attention-r1-c21", "decode_attention-r3-c21",
+        "prefill_attention-r19-c19",
+    ]  # fmt: skip
+    # 64 x 64 fp32 in 20 us are 0.82 GB/s.
+    assert lines["o-r1"]["pct_of_limit"] == pytest.approx(81.92)
+    assert (lines["o-r1"]["twin_us"], lines["o-r1"]["twin_is_in_graph"]) == (20.0, True)
+    assert (lines["o-r1"]["torch_us"], lines["o-r1"]["torch_name"]) == (20.0, "cuBLAS")
+    decode = lines["decode_attention-r3-c21"]
+    # 3 requests, 21 tokens, K and V of 2 heads of 16 fp32 are 16,128 bytes.
+    assert decode["pct_of_limit"] == pytest.approx(100 * 16_128 / 20e-6 / 1e9, abs=1e-3)
+    assert (decode["twin_us"], decode["twin_is_in_graph"]) == (50.0, False)
+    prefill = lines["prefill_attention-r19-c19"]
+    # 19 x 20 / 2 pairs, 4 heads, a product and a sum for scores and for values, 16 wide.
+    assert prefill["pct_of_limit"] == pytest.approx(100 * 190 * 4 * 4 * 16 / 20e-6 / 2e10, abs=1e-3)
+    assert prefill["tb_s"] is None and decode["tflop_s"] is None
+
+
+def test_sets_are_as_many_as_no_cache_holds() -> None:
+    """At least two, at most 512, together 256 MiB between."""
+    it = replace(sizes("Qwen2"), cold_bytes=kernels.COLD_BYTES)
+    assert [it.num_sets(n) for n in (1 << 30, 100 << 20, 4 << 20, 1 << 10)] == [2, 3, 64, 512]
+
+
+def test_a_twin_without_room_has_no_figure() -> None:
+    """The rest of the line stands."""
+
+    class SmallTimer(FakeTimer):
+        def eager_us(self, run: Run) -> float:
+            raise torch.OutOfMemoryError("no room")
+
+    case = next(cases(sizes("Qwen2"), ["rope_store_kv"]))
+    assert isinstance(case, KernelCase) and not case.has_capturable_twin
+    (line,) = time_kernels(sizes("Qwen2"), ["rope_store_kv"], SmallTimer(), Limits(1e9, 1e9))
+    assert (line["us"], line["twin_us"], line["torch_us"]) == (20.0, None, None)
+
+
+@pytest.mark.gpu
+def test_graphs_time_less_than_launches() -> None:
+    """A launch in a graph costs no Python."""
+    timer = kernels.GraphTimer(DEVICE)
+    (case,) = cases(sizes("Qwen2"), ["rms_norm"])
+    assert 0 < timer.in_graph_us(case.ours, case.num_sets) < timer.eager_us(case.ours)
