@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from pico_vllm.bench.clock import StartupClock
 from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile
 from pico_vllm.cli.options import field_option, takes_config
-from pico_vllm.cli.terminal import load_llm
+from pico_vllm.cli.terminal import load_llm, note
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.errors import ConfigError
 
@@ -160,6 +161,64 @@ def bench_kernels(
     for line in time_kernels(sizes, chosen, GraphTimer(torch_device), limits):
         lines.add(line | facts)
     lines.show()
+
+
+@app.command("ladder")
+@takes_config
+def bench_ladder(
+    context: Annotated[
+        str, typer.Option(help="Tokens of the prompts, with commas between.")
+    ] = "16,64,256,1024,2048,4096",
+    only: Annotated[
+        str | None, typer.Option(help="Measure these stages only, names with commas between.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the figures into this file (.png, .svg or .pdf).")
+    ] = None,
+    is_json: IsJson = False,
+    record: RecordFile = None,
+    commit: Commit = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Time a decode step at batch 1 in each stage of the engine's history, from no cache on."""
+    contexts = _integers("context", context)
+    if plot is not None:
+        from pico_vllm.bench.plot import check_plot
+
+        check_plot(plot)
+    from pico_vllm.bench.ladder import choose_stages, run_ladder
+    from pico_vllm.bench.record import environment
+    from pico_vllm.engine.loading import settle_device
+
+    stages = choose_stages(settle_device(engine.device).type, only)
+    columns = ["stage", *map(str, sorted(set(contexts)))]
+    lines = Lines(columns, is_json=is_json, record=record)
+    for line, config in run_ladder(stages, contexts, engine, load_llm):
+        lines.add(
+            {"id": line["id"], "model": engine.model} | line | environment(config, commit=commit)
+        )
+    lines.show(_pivot(lines.lines))
+    for line in lines.lines:
+        if line["skipped"] is not None:
+            note(f"[{line['stage']}, context {line['context']}: skipped, {line['skipped']}]")
+    if plot is not None:
+        from pico_vllm.bench.plot import plot_ladder
+
+        first = lines.lines[0]
+        parts = (engine.model, first["gpu"] or first["cpu"], first["commit"])
+        plot_ladder(plot, lines.lines, " · ".join(part for part in parts if part))
+        note(f"[plot written to {plot}]")
+
+
+def _pivot(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a stage, a column a context, milliseconds a step in the cells."""
+    rows: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        row = rows.setdefault(line["stage"], {"stage": line["stage"]})
+        step_ms = line["ms_per_step"]
+        row[str(line["context"])] = "skipped" if step_ms is None else step_ms
+    return list(rows.values())
 
 
 def _integers(option: str, text: str) -> list[int]:

@@ -28,7 +28,7 @@ class Lines:
         self._columns = columns
         self._is_json = is_json
         self._record = record
-        self._lines: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []
 
     def add(self, line: dict[str, Any]) -> None:
         if self._is_json:
@@ -37,14 +37,14 @@ class Lines:
             from pico_vllm.bench.record import append_record
 
             append_record(self._record, line)
-        self._lines.append(line)
+        self.lines.append(line)
 
-    def show(self) -> None:
-        """The table, and where the record is."""
+    def show(self, rows: Sequence[dict[str, Any]] | None = None) -> None:
+        """The table, of the lines if no other rows are given, and where the record is."""
         if not self._is_json:
-            print_table(self._columns, self._lines)
+            print_table(self._columns, self.lines if rows is None else rows)
         if self._record is not None:
-            note(f"[{len(self._lines)} lines appended to {self._record}]")
+            note(f"[{len(self.lines)} lines appended to {self._record}]")
 
 
 def print_table(columns: Sequence[str], lines: Sequence[dict[str, Any]]) -> None:

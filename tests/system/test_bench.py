@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,36 @@ def test_kernels_without_a_gpu_are_one_line(
     assert main.run(["bench", "kernels", "--device", "cpu", *options]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1
+
+
+def test_ladder_on_a_cpu(
+    tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every stage runs with its own settings, every point has a time, and the picture is drawn."""
+    command = ["bench", "ladder", "--model", str(tiny_model.folder), "--context", "100,20"]
+    options = ["--json", "--commit", "abc123"]
+    plot = tmp_path / "ladder.png"
+    has_plot = importlib.util.find_spec("matplotlib") is not None
+    if has_plot:
+        options += ["--plot", str(plot)]
+    assert main.run([*command, *options, *ON_CPU]) == 0
+    lines = json_lines(capsys.readouterr().out)
+    assert [(line["stage"], line["context"]) for line in lines] == [
+        (stage, context)
+        for stage in ("no cache", "contiguous cache", "paged", "graph")
+        for context in (20, 100)
+    ]
+    assert all(line["ms_per_step"] > 0 and line["skipped"] is None for line in lines)
+    assert [line["config_kv"] for line in lines[::2]] == ["none", "contiguous", "paged", "paged"]
+    assert [line["config_cpu_graph"] for line in lines[::2]] == ["off", "off", "off", "on"]
+    assert all(line["commit"] == "abc123" for line in lines)
+    if has_plot:
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ladder_prints_a_row_a_stage(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contexts are columns."""
+    command = ["bench", "ladder", "--model", str(tiny_model.folder), "--context", "8,16"]
+    assert main.run([*command, "--only", "paged", *ON_CPU]) == 0
+    out = capsys.readouterr().out
+    assert [word for word in ("stage", "8", "16", "paged") if word not in out] == []
