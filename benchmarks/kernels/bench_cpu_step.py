@@ -20,8 +20,15 @@ from torch import Tensor
 from pico_vllm.config.model import RopeConfig
 from pico_vllm.kernels.cpu.paged_decode import paged_decode, plan_decode
 from pico_vllm.kernels.cpu.store_kv import plan_store, store_kv
-from pico_vllm.layers.linear import DenseWeight, Int4Weight, Int8Weight, Linear, OneDnnWeight
-from pico_vllm.layers.mlp import silu_mul
+from pico_vllm.kernels.cpu.tiles import tile_tokens
+from pico_vllm.layers.linear import (
+    DenseWeight,
+    Int4Weight,
+    Int8Weight,
+    Linear,
+    OneDnnWeight,
+    silu_mul,
+)
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import Rope, apply_rope
 
@@ -81,7 +88,9 @@ class Step:
     def begin(self) -> None:
         """What a step computes once for all layers."""
         self.cos_sin = self.rope.gather(self.positions, torch.bfloat16)
-        self.decode_plan = plan_decode(self.table, self.lens, S)
+        self.decode_plan = plan_decode(
+            self.table, self.lens, S, tile_tokens=tile_tokens(G, D, 2, S)
+        )
         self.store_plan = plan_store(self.slots)
 
     def pieces(self) -> dict[str, tuple[int, Callable[[], object]]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,9 +22,16 @@ from pico_vllm.cache.block_manager import BlockCopy
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.cpu.kv_rows import KVRows
-from pico_vllm.kernels.cpu.paged_decode import DecodePlan, attend_rows, paged_decode, plan_decode
-from pico_vllm.kernels.cpu.paged_prefill import paged_prefill
+from pico_vllm.kernels.cpu.paged_decode import (
+    DecodePlan,
+    DecodeTiles,
+    attend_tiles,
+    paged_decode,
+    plan_decode,
+)
+from pico_vllm.kernels.cpu.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
 from pico_vllm.kernels.cpu.store_kv import StorePlan, plan_store, store_kv, store_rows
+from pico_vllm.kernels.cpu.tiles import tile_tokens
 
 
 def allocate_pool(
@@ -65,7 +73,9 @@ class PagedKV:
             num_host_blocks, block_size, model, dtype=dtype, device=torch.device("cpu")
         )
         self._scale = model.head_dim**-0.5
-        self._num_kv_heads = model.num_kv_heads
+        self._tile_tokens = tile_tokens(
+            model.num_kv_heads, model.head_dim, dtype.itemsize, block_size
+        )
         # Views of each layer, made once: slicing the pool takes 10 us.
         pool = self.device_pool
         self._layers = [
@@ -79,23 +89,28 @@ class PagedKV:
         n = batch.num_decodes
         store = plan_store(batch.slot_mapping)
         store.bind(self._kv_rows)
+        block_table = batch.block_table.cpu().numpy()
         decode = plan_decode(
-            batch.block_table[:n].cpu().numpy(), batch.seq_lens[:n].cpu().numpy(), self.block_size
+            block_table[:n],
+            batch.seq_lens[:n].cpu().numpy(),
+            self.block_size,
+            tile_tokens=self._tile_tokens,
         )
-        decode.bind(self._kv_rows, self.device_pool.dtype)
-        is_one_group = len(decode.groups) == 1 and decode.groups[0].requests is None
-        if n == batch.num_tokens and is_one_group and store.tokens is None:
-            group = decode.groups[0]
-            assert store.rows is not None and group.rows is not None
+        tiles = decode.bind(self._kv_rows, self.device_pool.dtype)
+        if n == batch.num_tokens and decode.is_one_group and store.tokens is None:
+            assert store.rows is not None
             return DecodeStep(
-                matrices=self._matrices,
-                new_rows=store.rows,
-                rows=group.rows,
-                mask=group.mask,
-                num_kv_heads=self._num_kv_heads,
-                scale=self._scale,
+                matrices=self._matrices, new_rows=store.rows, tiles=tiles, scale=self._scale
             )
-        return PagedStep(self._layers, batch, store, decode, self._scale)
+        prefill = plan_prefill(
+            block_table[n:],
+            batch.query_lens[n:],
+            batch.context_lens[n:],
+            self.block_size,
+            tile_tokens=self._tile_tokens,
+        )
+        prefill.bind(self._kv_rows)
+        return PagedStep(self._layers, n, store, decode, prefill, self._scale)
 
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """Device to host."""
@@ -120,38 +135,39 @@ def _copy_blocks(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) ->
 class DecodeStep:
     """A step in which every request decodes. What does not depend on the layer is computed once."""
 
+    rotates: ClassVar[bool] = False
     matrices: list[Tensor]
     """Of each layer, see KVRows."""
     new_rows: Tensor
     """[R * 2 G] int64, where the new token's KV goes."""
-    rows: Tensor
-    """[2 * R * G * N] int64, what attention reads; N is the longest of the R lengths."""
-    mask: Tensor | None
-    """[R * G, 1, 1, N], added to the scores; None where all lengths are equal."""
-    num_kv_heads: int
+    tiles: DecodeTiles
     scale: float
 
     def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor:
         matrix = self.matrices[layer]
         store_rows(kv_TJD, matrix, self.new_rows)
-        return attend_rows(q_THD, matrix, self.rows, self.mask, self.num_kv_heads, scale=self.scale)
+        return attend_tiles(q_THD, matrix, self.tiles, scale=self.scale)
 
 
 class PagedStep:
     """Any step: decode rows first, then prompt chunks."""
 
+    rotates = False
+
     def __init__(
         self,
         layers: list[tuple[Tensor, Tensor]],
-        batch: ForwardBatch,
+        num_decodes: int,
         store: StorePlan,
         decode: DecodePlan,
+        prefill: PrefillPlan,
         scale: float,
     ) -> None:
         self._layers = layers
-        self._batch = batch
+        self._num_decodes = num_decodes
         self._store = store
         self._decode = decode
+        self._prefill = prefill
         self._scale = scale
 
     def attend(self, layer: int, q_THD: Tensor, kv_TJD: Tensor) -> Tensor:
@@ -159,25 +175,14 @@ class PagedStep:
 
         Returns [T, H, D].
         """
-        batch = self._batch
         k_BGSD, v_BGSD = self._layers[layer]
         store_kv(kv_TJD, k_BGSD, v_BGSD, self._store)
         k_TGD, v_TGD = kv_TJD.chunk(2, dim=1)
-        n = batch.num_decodes
+        n, scale = self._num_decodes, self._scale
         parts = []
         if n > 0:
-            parts.append(paged_decode(q_THD[:n], k_BGSD, v_BGSD, self._decode, scale=self._scale))
-        if n < batch.num_tokens:
-            extended = paged_prefill(
-                q_THD[n:],
-                k_TGD[n:],
-                v_TGD[n:],
-                k_BGSD,
-                v_BGSD,
-                batch.block_table[n:],
-                batch.query_lens[n:],
-                batch.context_lens[n:],
-                scale=self._scale,
-            )
-            parts.append(extended)
+            parts.append(paged_decode(q_THD[:n], k_BGSD, v_BGSD, self._decode, scale=scale))
+        if n < len(q_THD):
+            new = (q_THD[n:], k_TGD[n:], v_TGD[n:])
+            parts.append(paged_prefill(*new, k_BGSD, v_BGSD, self._prefill, scale=scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

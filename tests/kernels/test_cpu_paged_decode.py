@@ -8,9 +8,11 @@ import torch
 from paged import TOLERANCE, PagedCase, dense_attention, paged_case
 
 from pico_vllm.kernels.cpu.paged_decode import paged_decode, plan_decode
+from pico_vllm.kernels.cpu.tiles import TILE_BYTES, tile_tokens
 from pico_vllm.kernels.paged_decode import paged_decode_reference
 
 SCALE = 0.125
+TILE_TOKENS = 4096
 
 
 def queries(case: PagedCase, num_heads: int, seed: int = 1) -> torch.Tensor:
@@ -19,12 +21,13 @@ def queries(case: PagedCase, num_heads: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(case.k_BGSD.dtype)
 
 
-def decode(case: PagedCase, q_RHD: torch.Tensor) -> torch.Tensor:
-    plan = plan_decode(case.block_table, case.seq_lens, case.k_BGSD.shape[2])
+def decode(case: PagedCase, q_RHD: torch.Tensor, most_tokens: int = TILE_TOKENS) -> torch.Tensor:
+    block_size = case.k_BGSD.shape[2]
+    plan = plan_decode(case.block_table, case.seq_lens, block_size, tile_tokens=most_tokens)
     return paged_decode(q_RHD, case.k_BGSD, case.v_BGSD, plan, scale=SCALE)
 
 
-def assert_right(case: PagedCase, num_heads: int) -> None:
+def assert_right(case: PagedCase, num_heads: int, most_tokens: int = TILE_TOKENS) -> None:
     """Both the fast version and the reference equal dense attention."""
     q_RHD = queries(case, num_heads)
     reference = paged_decode_reference(
@@ -35,7 +38,7 @@ def assert_right(case: PagedCase, num_heads: int) -> None:
         torch.from_numpy(case.seq_lens),
         scale=SCALE,
     )
-    fast = decode(case, q_RHD)
+    fast = decode(case, q_RHD, most_tokens)
     assert fast.dtype == q_RHD.dtype
     tolerance = TOLERANCE[q_RHD.dtype]
     for request, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
@@ -84,8 +87,8 @@ def test_consecutive_blocks() -> None:
 def test_lengths_far_apart() -> None:
     """A batch that is attended in several groups keeps the order of its requests."""
     case = paged_case([3, 900, 0, 40, 700, 1, 35], head_dim=16)
-    plan = plan_decode(case.block_table, case.seq_lens, 16)
-    assert [group.slots.shape[0] for group in plan.groups] == [2, 4]
+    plan = plan_decode(case.block_table, case.seq_lens, 16, tile_tokens=TILE_TOKENS)
+    assert [len(group.requests) for group in plan.groups] == [2, 4]
     assert_right(case, num_heads=3)
 
 
@@ -120,7 +123,7 @@ def test_plan_serves_all_layers() -> None:
     """A plan bound to one layer reads another layer's own values."""
     pool = torch.randn(4, 2, 3, 2, 8, 16)
     table, lens = np.array([[2, 3, 1]], np.int32), np.array([19], np.int32)
-    plan = plan_decode(table, lens, 8)
+    plan = plan_decode(table, lens, 8, tile_tokens=TILE_TOKENS)
     q_RHD = torch.randn(1, 4, 16)
     for layer in range(3):
         k, v = pool[:, :, layer, 0], pool[:, :, layer, 1]
@@ -134,9 +137,57 @@ def test_plan_serves_all_layers() -> None:
 def test_refuses_what_it_cannot_take() -> None:
     """Heads that do not divide and tensors that are no layer of a pool are named in the error."""
     case = paged_case([4])
-    plan = plan_decode(case.block_table, case.seq_lens, 16)
+    plan = plan_decode(case.block_table, case.seq_lens, 16, tile_tokens=TILE_TOKENS)
     with pytest.raises(ValueError, match="7 query heads are not a multiple of 3"):
         paged_decode(torch.zeros(1, 7, 64), case.k_BGSD, case.v_BGSD, plan, scale=SCALE)
-    plan = plan_decode(case.block_table, case.seq_lens, 16)
+    plan = plan_decode(case.block_table, case.seq_lens, 16, tile_tokens=TILE_TOKENS)
     with pytest.raises(ValueError, match="one layer of a pool"):
         paged_decode(torch.zeros(1, 9, 64), case.k_BGSD, case.v_BGSD.clone(), plan, scale=SCALE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("most_tokens", [16, 64, 128])
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_lengths_around_tiles(off: int, most_tokens: int, dtype: torch.dtype) -> None:
+    """Lengths about half a tile, one tile and several, alone and in a batch, with NaN past their
+    ends, give dense attention."""
+    lengths = [max(most_tokens * tenths // 10 + off, 1) for tenths in (5, 10, 20, 37)]
+    for batch in ([length] for length in lengths):
+        assert_right(paged_case(batch, head_dim=16, dtype=dtype), 6, most_tokens)
+    assert_right(paged_case([*lengths, 0, 3], head_dim=16, dtype=dtype), 6, most_tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "lengths",
+    [[2032], [2047], [2048], [2049], [600, 590, 601, 592], [3000, 5], [505, 500, 510, 503, 3]],
+)
+def test_whole_blocks(lengths: list[int], dtype: torch.dtype) -> None:
+    """Tiles large enough to be gathered in whole blocks hide what follows a request's end."""
+    case = paged_case(lengths, head_dim=16, num_kv_heads=2, dtype=dtype)
+    plan = plan_decode(case.block_table, case.seq_lens, 16, tile_tokens=TILE_TOKENS)
+    paged_decode(queries(case, 4), case.k_BGSD, case.v_BGSD, plan, scale=SCALE)
+    assert plan.tiles is not None
+    is_blockwise = any(tile.block_size == 16 for tile in plan.tiles.tiles)
+    assert is_blockwise == (lengths != [2032])
+    assert_right(case, 4)
+
+
+def test_no_copy_is_larger_than_a_tile() -> None:
+    """However long the requests, never more than a tile of the pool is gathered."""
+    case = paged_case([1000, 130, 64, 40, 40, 40, 1], head_dim=16)
+    plan = plan_decode(case.block_table, case.seq_lens, 16, tile_tokens=128)
+    paged_decode(queries(case, 6), case.k_BGSD, case.v_BGSD, plan, scale=SCALE)
+    assert plan.tiles is not None
+    copied = [
+        len(tile.rows) * (tile.block_size or 1) / (2 * plan.tiles.num_kv_heads)
+        for tile in plan.tiles.tiles
+    ]
+    assert max(copied) <= 128 and sum(copied) >= 1315
+
+
+def test_tile_holds_its_bytes() -> None:
+    """A tile is whole blocks, as many as fit into TILE_BYTES, and one at least."""
+    assert tile_tokens(3, 64, 2, 16) * 2 * 3 * 64 * 2 == TILE_BYTES
+    assert tile_tokens(5, 80, 4, 16) == 16 * (TILE_BYTES // (2 * 5 * 80 * 4 * 16))
+    assert tile_tokens(512, 512, 4, 64) == 64
