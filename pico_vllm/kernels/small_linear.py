@@ -5,8 +5,7 @@ M rows of x, K input features, N weight rows, F outputs: N, or N / 2 where gate 
 One or a few rows multiply and add in fp32 registers (GEMV); up to MAX_ROWS rows use tl.dot on a
 tile of weight rows and all rows of x. RMSNorm costs no kernel: x is multiplied by the norm's weight
 on the way in, the squares are added up beside the products, and the sums are scaled at the end.
-Weights do not depend on the kernel before, so their first tile is fetched before waiting for it,
-and while a kernel runs out its programs bring what the next one reads first to L2.
+Weights do not depend on the kernel before, so their first tiles are fetched before waiting for it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from pico_vllm.kernels.launch import (
-    launch_options,
-    let_next_start,
-    prefetch_share_to_l2,
-    wait_for_inputs,
-)
+from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.rms_norm import rms_norm
 
 MAX_ROWS = 64
-MAX_GEMV_ROWS = 1
-NUM_SHARES = 132
-"""Programs, the last ones to start, that share the prefetch for the next kernel."""
+MAX_NORM_ROWS = 32
+"""Above it x is normalised by a kernel of its own for wide weights: the squares would take too many
+registers."""
 
 
 def small_linear_reference(
@@ -75,16 +70,16 @@ def _weight_rows(pid, NUM_OUT: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SILU: tl
     return rows, n < NUM_OUT
 
 
-@triton.jit(do_not_specialize=["M", "next_bytes"])
+@triton.jit(do_not_specialize=["M"])
 def _gemv_kernel(
-    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, next_ptr,
-    next_bytes, eps, M,
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr,
+    eps, M,
     NUM_OUT: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_EARLY: tl.constexpr, GROUP: tl.constexpr,
-    NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr,
+    NUM_THREADS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(USE_PDL)
     pid = tl.program_id(0)
@@ -100,7 +95,7 @@ def _gemv_kernel(
     HAS_ROW_MASK: tl.constexpr = (NUM_OUT * (1 + HAS_SILU)) % BLOCK_N != 0
     weight_ptrs = weight_ptr + rows.to(tl.int64)[None, :, None] * K + k
 
-    # Before waiting: what no kernel writes, and for the next kernel what the memory has time for.
+    # Before waiting: what no kernel writes.
     early = ()
     for i in tl.static_range(NUM_EARLY):
         at = i * BLOCK_K
@@ -109,11 +104,6 @@ def _gemv_kernel(
         early += (_load(weight_ptrs + at, w_mask, is_masked, "evict_first"),)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
-    if HAS_NEXT:
-        num_programs: tl.constexpr = (NUM_OUT * (1 + HAS_SILU) + BLOCK_N - 1) // BLOCK_N
-        share = pid - (num_programs - NUM_SHARES)
-        if share >= 0:
-            prefetch_share_to_l2(next_ptr, next_bytes, share, NUM_SHARES, NUM_THREADS)
     wait_for_inputs(USE_PDL)
 
     out_at = m[:, None] * NUM_OUT + n[None, :]
@@ -226,18 +216,15 @@ def rms_scale(square, eps, K: tl.constexpr, dtype: tl.constexpr):
     return scale
 
 
-@triton.jit(do_not_specialize=["M", "next_bytes"])
+@triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
-    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, next_ptr,
-    partial_ptr, counter_ptr,
-    next_bytes, eps, M,
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr,
+    partial_ptr, counter_ptr, eps, M,
     NUM_OUT: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr, PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(USE_PDL)
     pid, split = tl.program_id(0), tl.program_id(1)
@@ -255,11 +242,6 @@ def _skinny_kernel(
         weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * K + k[None, :]
         w_mask = is_row[:, None] & (k < k_end)[None, :]
         first_w = _load(weight_ptrs, w_mask, IS_MASKED, "evict_first")
-    if HAS_NEXT:
-        num_tiles: tl.constexpr = (NUM_OUT * (1 + HAS_SILU) + BLOCK_N - 1) // BLOCK_N
-        share = split * num_tiles + pid - (num_tiles * NUM_SPLITS - NUM_SHARES)
-        if share >= 0:
-            prefetch_share_to_l2(next_ptr, next_bytes, share, NUM_SHARES, NUM_THREADS)
     wait_for_inputs(USE_PDL)
 
     acc, square = dot_rows(
@@ -318,8 +300,8 @@ class LinearScratch:
     counters: Tensor
     """[MAX_SPLIT_TILES] int32, zeros between launches."""
 
-    MAX_PARTIALS = 1 << 21
-    MAX_SPLIT_TILES = 1024
+    MAX_PARTIALS = 132 * 65 * 64
+    MAX_SPLIT_TILES = 132
 
     @classmethod
     def allocate(cls, device: torch.device) -> LinearScratch:
@@ -329,33 +311,50 @@ class LinearScratch:
         )
 
 
-def gemv_options(N: int, K: int, itemsize: int) -> dict[str, int]:
+def is_gemv(M: int, N: int, K: int) -> bool:
+    """Whether few enough rows, of few enough features, for multiplying and adding in registers."""
+    return M == 1 or (K <= 2048 and (M == 2 or (M <= 4 and N < 8192)))
+
+
+def gemv_options(N: int, K: int, itemsize: int, has_silu_mul: bool) -> dict[str, int]:
     """Tile and warps of the GEMV. A warp reads 512 bytes of a row at once."""
     width = 512 // itemsize
     if 8 * width < K:
         num_early = min(3, -(-K // (8 * width)))
-        tile = {"BLOCK_N": 1, "BLOCK_K": 8 * width, "NUM_EARLY": num_early, "GROUP": 2}
-        return {**tile, "num_warps": 8}
+        tile = {"BLOCK_N": 1 + has_silu_mul, "BLOCK_K": 8 * width, "NUM_EARLY": num_early}
+        return {**tile, "GROUP": 2, "num_warps": 8}
     tile = {"BLOCK_K": width, "NUM_EARLY": -(-K // width), "GROUP": 1}
     if N >= 65536:
         return {"BLOCK_N": 8, **tile, "num_warps": 4}
     return {"BLOCK_N": 2, **tile, "num_warps": 1}
 
 
-def skinny_options(M: int, N: int, K: int, itemsize: int) -> dict[str, int]:
-    """Tile, splits, stages and warps of the tl.dot kernel."""
-    block_m = max(16, triton.next_power_of_2(M))
-    if N >= 65536:
-        tile = {"BLOCK_N": 128, "BLOCK_K": 128, "NUM_SPLITS": 1, "NUM_STAGES": 1, "num_warps": 8}
-    elif N >= 8192:
-        tile = {"BLOCK_N": 64, "BLOCK_K": 128, "NUM_SPLITS": 1, "NUM_STAGES": 1, "num_warps": 4}
+def skinny_options(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> dict[str, int]:
+    """Tile, splits, stages and warps of the tl.dot kernel.
+
+    A few large tiles, at most one a multiprocessor, for weights of few rows; else one wave of small
+    ones. Norm goes through registers: there the pipeline through shared memory gains nothing.
+    """
+    if N >= 8192:
+        num_splits = 1
+        if M <= 32:
+            block_n, block_k, num_stages, num_warps = 64, 128, 1, 4
+        else:
+            block_n, block_k, num_stages, num_warps = 128, 64, 4, 4
     else:
-        tile = {"BLOCK_N": 64, "BLOCK_K": 128, "NUM_SPLITS": 1, "NUM_STAGES": 3, "num_warps": 4}
-        num_tiles = -(-N // 64)
-        most = min(LinearScratch.MAX_PARTIALS // (num_tiles * 65 * block_m), K // 256)
-        tile["NUM_SPLITS"] = max(1, min(264 // num_tiles, most, 8))
-    tile["BLOCK_K"] = min(tile["BLOCK_K"] * 2 // itemsize, triton.next_power_of_2(K))
-    return {"BLOCK_M": block_m, **tile, "BLOCK_K": max(16, tile["BLOCK_K"])}
+        block_n = 64
+        num_splits = max(1, min(K // 512, 132 // -(-N // block_n)))
+        if has_norm:
+            block_k, num_stages, num_warps = 256, 1, 8
+        elif K <= 2048:
+            block_k, num_stages, num_warps = 128, 4, 4
+        else:
+            block_k, num_stages, num_warps = 256, 3, 4
+    block_k = max(16, min(block_k * 2 // itemsize, triton.next_power_of_2(K)))
+    return {
+        "BLOCK_M": max(16, triton.next_power_of_2(M)), "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "NUM_SPLITS": num_splits, "NUM_STAGES": num_stages, "num_warps": num_warps,
+    }  # fmt: skip
 
 
 def beats_cublas(M: int, N: int, K: int) -> bool:
@@ -384,8 +383,8 @@ def small_linear(
         x_MK         bf16, fp16 or fp32, contiguous; M from 1 to MAX_ROWS
         weight_NK    dtype of x, contiguous; with has_silu_mul F = N / 2 gate rows, then F up rows
         bias_N       dtype of x like norm_K and residual_MN, which is [M, F] with has_silu_mul
-        prefetch     anything contiguous; its bytes are brought to L2 for the kernels after this one
-        scratch      needed where M > 1
+        prefetch     ignored: to bring the next weights to L2 costs more than it gains
+        scratch      needed where M > 1 and K is long enough to be split
         out          written instead of a new tensor. It may be residual_MN itself (each
                      program reads the residual where it writes), but not overlap x
         returns      [M, N], or [M, F], in dtype of x; sums and norm in fp32, no TF32 for fp32
@@ -404,13 +403,14 @@ def small_linear(
         out = torch.empty((M, num_out), dtype=x_MK.dtype, device=x_MK.device)
     elif out.shape != (M, num_out) or out.dtype != x_MK.dtype or not out.is_contiguous():
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {x_MK.dtype} {(M, num_out)}")
+    if norm_K is not None and M > MAX_NORM_ROWS and N >= 8192:
+        x_MK, norm_K = rms_norm(x_MK, norm_K, eps), None
     options: dict[str, Any] = launch_options(x_MK.device)
     flags = {
         "HAS_NORM": norm_K is not None,
         "HAS_SILU": has_silu_mul,
         "HAS_BIAS": bias_N is not None,
         "HAS_RESIDUAL": residual_MN is not None,
-        "HAS_NEXT": prefetch is not None and options["USE_PDL"],
     }
     inputs = (
         x_MK,
@@ -419,27 +419,22 @@ def small_linear(
         x_MK if bias_N is None else bias_N,
         x_MK if residual_MN is None else residual_MN,
         out,
-        x_MK if prefetch is None else prefetch,
     )
-    next_bytes = 0 if prefetch is None else prefetch.numel() * prefetch.element_size()
-    if M <= MAX_GEMV_ROWS:
-        tile = gemv_options(N, K, x_MK.element_size())
+    if is_gemv(M, N, K):
+        tile = gemv_options(N, K, x_MK.element_size(), has_silu_mul)
         num_tiles = -(-N // tile["BLOCK_N"])
         _gemv_kernel[(num_tiles,)](
-            *inputs, next_bytes, eps, M, NUM_OUT=num_out, K=K, ROWS=triton.next_power_of_2(M),
-            NUM_SHARES=min(num_tiles, NUM_SHARES), NUM_THREADS=32 * tile["num_warps"],
-            **tile, **flags, **options,
+            *inputs, eps, M, NUM_OUT=num_out, K=K, ROWS=triton.next_power_of_2(M),
+            NUM_THREADS=32 * tile["num_warps"], **tile, **flags, **options,
         )  # fmt: skip
         return out
-    tile = skinny_options(M, N, K, x_MK.element_size())
-    num_tiles, num_splits = -(-N // tile["BLOCK_N"]), tile["NUM_SPLITS"]
-    if scratch is None:
-        raise ValueError(f"{M} rows need a scratch")
-    _skinny_kernel[(num_tiles, num_splits)](
-        *inputs, scratch.partials, scratch.counters, next_bytes, eps, M, NUM_OUT=num_out, K=K,
-        NUM_SHARES=min(num_tiles * num_splits, NUM_SHARES), NUM_THREADS=32 * tile["num_warps"],
-        PRECISION="ieee" if x_MK.dtype == torch.float32 else "tf32",
-        **tile, **flags, **options,
+    tile = skinny_options(M, N, K, x_MK.element_size(), norm_K is not None)
+    if tile["NUM_SPLITS"] > 1 and scratch is None:
+        raise ValueError(f"{M} rows of {K} features are split: that needs a scratch")
+    shared = (out, out) if scratch is None else (scratch.partials, scratch.counters)
+    _skinny_kernel[(-(-N // tile["BLOCK_N"]), tile["NUM_SPLITS"])](
+        *inputs, *shared, eps, M, NUM_OUT=num_out, K=K,
+        PRECISION="ieee" if x_MK.dtype == torch.float32 else "tf32", **tile, **flags, **options,
     )  # fmt: skip
     return out
 
