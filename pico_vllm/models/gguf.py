@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from pico_vllm.errors import ModelLoadError
+from pico_vllm.models.device_reader import DeviceReader, has_own_memory
 from pico_vllm.models.gguf_file import GGUFTensor, read_directory
 from pico_vllm.models.gguf_metadata import hf_config_from_gguf
 from pico_vllm.models.gguf_quants import CODE_FORMATS, decode, dequantise
@@ -68,6 +69,7 @@ class GGUFSource:
 
     def __init__(self, path: Path | str) -> None:
         self._file = RawFile(Path(path))
+        self._reader: DeviceReader | None = None
         try:
             directory = read_directory(self._file)
             self.metadata: dict[str, object] = directory.metadata
@@ -97,8 +99,15 @@ class GGUFSource:
         info = require(self, name)
         start = check_out(name, info, rows, out)
         target, tensor = out.detach(), self._tensors[name]
+        plain = TORCH_DTYPES.get(tensor.storage)
+        is_as_in_file = plain is not None and self._permuted_head_dim(name) == 1
+        if is_as_in_file and has_own_memory(target.device):
+            self._reader = self._reader or DeviceReader(target.device)
+            offset = tensor.offset + start * (tensor.num_bytes // tensor.shape[0])
+            self._reader.read_into(self._file, offset, target, plain)
+            return
         columns = max(1, tensor.num_bytes // tensor.shape[0])
-        if tensor.storage not in TORCH_DTYPES:
+        if plain is None:
             # Float32 copies of the rows lie beside the bytes of the file while they are decoded.
             columns = tensor.shape[-1] * 8
         step = max(1, CHUNK_BYTES // columns)
@@ -115,6 +124,8 @@ class GGUFSource:
         return decode(info.storage, self._raw_rows(name, start, stop))
 
     def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
         self._file.close()
 
     def _to_tensor(

@@ -19,6 +19,7 @@ import torch
 
 from pico_vllm.config.hf_keys import show, show_name
 from pico_vllm.errors import ModelLoadError
+from pico_vllm.models.device_reader import DeviceReader, has_own_memory
 from pico_vllm.models.raw_file import CHUNK_BYTES, RawFile, bytes_of, copy_rows
 from pico_vllm.models.safetensors_header import Entry, read_header
 from pico_vllm.models.strict_json import read_json_object
@@ -63,6 +64,7 @@ class WeightSource(Protocol):
 
     def read_into(self, name: str, out: torch.Tensor, rows: slice | None = None) -> None:
         """Fill `out` with the tensor, or with these rows of it, converted to the dtype of `out`.
+        On a GPU it is filled in the order of the current stream.
 
         Raises:
             ModelLoadError: no such tensor, another shape, or the file cannot be read.
@@ -117,6 +119,7 @@ class SafetensorsSource:
 
     def __init__(self, directory: Path | str) -> None:
         self._files: list[RawFile] = []
+        self._reader: DeviceReader | None = None
         self._entries: dict[str, tuple[RawFile, Entry]] = {}
         try:
             self._open(Path(directory))
@@ -164,6 +167,10 @@ class SafetensorsSource:
             target = target.reshape(1)
         row_bytes = entry.num_bytes // (info.shape[0] if info.shape else 1)
 
+        if has_own_memory(target.device):
+            self._reader = self._reader or DeviceReader(target.device)
+            self._reader.read_into(file, entry.offset + start * row_bytes, target, dtype)
+            return
         if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
             file.read_into(entry.offset + start * row_bytes, bytes_of(target))
             return
@@ -179,6 +186,8 @@ class SafetensorsSource:
         raise no_codes(name, require(self, name))
 
     def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
         for file in self._files:
             file.close()
 
