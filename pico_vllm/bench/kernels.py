@@ -31,12 +31,11 @@ from pico_vllm.kernels.paged_prefill import paged_prefill, paged_prefill_pool_re
 from pico_vllm.kernels.rms_norm import rms_norm, rms_norm_reference
 from pico_vllm.kernels.rope_store_kv import rope_store_kv, rope_store_kv_reference
 from pico_vllm.kernels.silu_mul import silu_mul, silu_mul_reference
-from pico_vllm.kernels.small_linear import (
-    LinearScratch,
-    small_linear,
-    small_linear_reference,
-)
+from pico_vllm.kernels.small_linear import small_linear_reference
+from pico_vllm.layers.linear import DenseWeight
+from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import Rope
+from pico_vllm.layers.triton_linear import TritonLayers
 
 PREFILL_TOKENS = 8192
 COLD_BYTES = 256 << 20
@@ -220,21 +219,30 @@ def linear_case(sizes: Sizes, kernel: str, rows: int) -> KernelCase:
     num_bytes = num_out * num_in * sizes.dtype.itemsize
     num_sets = sizes.num_sets(num_bytes)
     weights = [sizes.random(num_out, num_in) for _ in range(num_sets)]
-    x_MK = sizes.random(rows, num_in)
-    around: dict[str, Any] = {}
-    if kernel in ("qkv", "gate_up"):
-        around |= {"norm_K": sizes.random(num_in), "eps": model.rms_norm_eps}
-    else:
-        around["residual_MN"] = sizes.random(rows, num_out)
-    if kernel == "qkv" and model.qkv_bias:
-        around["bias_N"] = sizes.random(num_out)
-    if kernel == "gate_up":
-        around["has_silu_mul"] = True
-    scratch = LinearScratch.allocate(sizes.device)
+    x_MK, residual_MN = sizes.random(rows, num_in), sizes.random(rows, num_out)
+    bias = sizes.random(num_out) if kernel == "qkv" and model.qkv_bias else None
+    norm = RMSNorm(sizes.random(num_in), model.rms_norm_eps)
+    layers = TritonLayers(sizes.device)
+    linears = [layers.linear(DenseWeight(weight), bias) for weight in weights]
+    has_norm = kernel in ("qkv", "gate_up")
 
     def ours(index: int) -> Tensor:
-        following = weights[(index + 1) % num_sets]
-        return small_linear(x_MK, weights[index], prefetch=following, scratch=scratch, **around)
+        if kernel == "gate_up":
+            return linears[index].normed_silu_mul(norm, x_MK)
+        if has_norm:
+            return linears[index].normed(norm, x_MK)
+        return linears[index].added(x_MK, residual_MN)
+
+    def twin(index: int) -> Tensor:
+        return small_linear_reference(
+            x_MK,
+            weights[index],
+            bias_N=bias,
+            norm_K=norm.weight_E if has_norm else None,
+            eps=norm.eps,
+            residual_MN=None if has_norm else residual_MN,
+            has_silu_mul=kernel == "gate_up",
+        )
 
     return KernelCase(
         kernel=kernel,
@@ -243,7 +251,7 @@ def linear_case(sizes: Sizes, kernel: str, rows: int) -> KernelCase:
         flop=2 * rows * num_out * num_in,
         num_sets=num_sets,
         ours=ours,
-        twin=lambda index: small_linear_reference(x_MK, weights[index], **around),
+        twin=twin,
         torch_name="cuBLAS",
         torch_run=lambda index: functional.linear(x_MK, weights[index]),
     )
