@@ -1,0 +1,236 @@
+"""What only a GPU can show: graphs, overlap and kernels against transformers and each other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from smollm2 import smollm2_path
+from tiny import greedy, random_prompts
+
+from pico_vllm import LLM, SamplingParams
+from pico_vllm.engine.device_batch import Shape
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
+              "hidden_size": 200, "intermediate_size": 312},
+    "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128,
+              "hidden_size": 136, "intermediate_size": 520},
+    "llama": {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 80,
+              "hidden_size": 264, "intermediate_size": 408, "tie_word_embeddings": True},
+}  # fmt: skip
+SETTINGS: dict[str, Any] = {"device": "cuda", "num_kv_blocks": 512, "max_num_seqs": 16}
+
+
+class Subject:
+    """A random model of odd sizes, saved, with transformers beside it on the same GPU."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        config = tiny.hf_config(family, num_hidden_layers=3, **CONFIGS[family])
+        model = tiny.random_model(config, seed=3, std=0.12)
+        self.folder = str(tiny.save_model(folder, model))
+        self.theirs = model.cuda()
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+        model = self.theirs.to(dtype)
+        found = model(torch.tensor([token_ids], device="cuda"), use_cache=False).logits[0].float()
+        self.theirs = model.float()
+        return found
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.logits(ids, torch.float32)[-1, : tiny.V_TOK].argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    yield Subject(request.param, tmp_path_factory.mktemp("model"))
+
+
+def _answers(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, greedy(count))]
+
+
+def test_fp32_tokens_are_those_of_transformers(subject: Subject) -> None:
+    """In fp32 64 greedy tokens equal transformers', alone and in a batch with chunked prompts, with
+    graphs and overlap."""
+    prompts = random_prompts([1, 16, 17, 61, 90], seed=2)
+    wanted = [subject.greedy(prompt, 64) for prompt in prompts]
+    with LLM(subject.folder, dtype="float32", max_num_batched_tokens=40, **SETTINGS) as llm:
+        assert _answers(llm, prompts, 64) == wanted
+        assert [_answers(llm, [prompt], 64)[0] for prompt in prompts] == wanted
+
+
+def test_bf16_logits_are_as_near_as_transformers_own(subject: Subject) -> None:
+    """The bf16 error against fp32 transformers is at most twice that of transformers in bf16, in
+    prefill and in decode steps."""
+    (prompt,) = random_prompts([150], seed=4)
+    with LLM(subject.folder, dtype="bfloat16", **SETTINGS) as llm, tiny.recorded_logits(llm) as got:
+        llm.generate(prompt, greedy(1, prompt_logprobs=0))
+        prefill = torch.cat(got)
+        got.clear()
+        answer = llm.generate(prompt, greedy(40, logprobs=0))[0].outputs[0].token_ids
+        decode = torch.cat(got)
+    text = prompt + answer
+    exact = subject.logits(text, torch.float32)
+    theirs = subject.logits(text, torch.bfloat16)
+    for ours, at in (
+        (prefill, slice(0, len(prefill))),
+        (decode, slice(len(prompt) - 1, len(text) - 1)),
+    ):
+        scale = exact[at].norm()
+        ours_error = (ours - exact[at]).norm() / scale
+        their_error = (theirs[at] - exact[at]).norm() / scale
+        assert ours.shape == exact[at].shape and ours_error <= 2 * their_error
+
+
+@pytest.mark.parametrize("batch", [1, 8, 16])
+def test_graph_and_overlap_change_nothing(subject: Subject, batch: int) -> None:
+    """In bf16 a graph gives the bits of eager launches of its size, and overlap those of the plain
+    loop, over 256 tokens."""
+    prompts = random_prompts([20] * batch, seed=batch)
+    settings = SETTINGS | {"dtype": "bfloat16", "max_num_seqs": batch, "num_kv_blocks": 400}
+    answers = {}
+    for cuda_graph, overlap in (("off", "off"), ("lazy", "off"), ("lazy", "on")):
+        with LLM(subject.folder, cuda_graph=cuda_graph, overlap=overlap, **settings) as llm:
+            answers[cuda_graph, overlap] = _answers(llm, prompts, 256)
+    assert answers["off", "off"] == answers["lazy", "off"] == answers["lazy", "on"]
+
+
+def test_padding_touches_only_the_null_block(subject: Subject) -> None:
+    """A graph's padding rows, in decode steps and extends, change no byte of the pool but the null
+    block's."""
+    with LLM(subject.folder, dtype="bfloat16", **SETTINGS) as llm:
+        runner = llm.engine._runner
+        llm.generate(random_prompts([30, 40]), greedy(4))
+        pool = runner._kv.device_pool
+        before = pool[1:].view(torch.uint8).clone()
+        for shape in (Shape(8, 8, is_decode=True), Shape(64, 4, is_decode=False)):
+            runner.graphs.capture(shape, "sample")
+            runner._batch_builder.stage_padding(shape)
+            runner.graphs.replay(shape, "sample")
+        torch.cuda.synchronize()
+        assert torch.equal(before, pool[1:].view(torch.uint8))
+
+
+def test_steady_loop_never_waits(subject: Subject) -> None:
+    """Steady decode steps run under PyTorch's synchronisation alarm, and make no tensor on the
+    device."""
+    with LLM(subject.folder, dtype="bfloat16", **SETTINGS) as llm:
+        engine = llm.engine
+        llm.generate(random_prompts([20] * 4), greedy(40))
+        for prompt in random_prompts([20] * 4):
+            engine.add_request(prompt, greedy(40))
+        for _ in range(6):
+            engine.step()
+        torch.cuda.synchronize()
+        count = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(20):
+                events = engine.step()
+                assert len(events.token_ids) == 4
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == count
+        while engine.has_work():
+            engine.step()
+
+
+def test_out_of_memory_ends_the_batch_alone(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a step runs out of memory its requests end with an error, and the next one is served."""
+    with LLM(subject.folder, dtype="float32", **SETTINGS) as llm:
+        (prompt,) = random_prompts([12])
+        expected = _answers(llm, [prompt], 6)
+        model = llm.engine._runner._model
+        forward = model.forward
+
+        def hungry(*arguments: Any) -> Any:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            return forward(*arguments)
+
+        monkeypatch.setattr(model, "forward", hungry)
+        failed = llm.generate(random_prompts([200])[0], greedy(2))[0].outputs[0]
+        assert failed.finish_reason == "error"
+        monkeypatch.setattr(model, "forward", forward)
+        assert _answers(llm, [prompt], 6) == expected
+        tiny.assert_idle(llm)
+
+
+def test_too_little_memory_says_what_is_needed(subject: Subject) -> None:
+    """A start whose pool cannot fit names what is free, weights, activations and blocks, and two
+    remedies."""
+    from pico_vllm.errors import ConfigError
+
+    settings = SETTINGS | {"num_kv_blocks": None, "gpu_memory_utilization": 0.001}
+    with pytest.raises(ConfigError) as error:
+        LLM(subject.folder, dtype="bfloat16", **settings)
+    for word in ("left for the KV cache", "weights take", "activations", "gpu_memory_utilization"):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_dtypes_run(subject: Subject, dtype: str) -> None:
+    """fp16 and fp32 generate with graphs, and sampled requests repeat."""
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=9, ignore_eos=True)
+    with LLM(subject.folder, dtype=dtype, **SETTINGS) as llm:
+        first, second = (llm.generate([1, 2, 3], params)[0].outputs[0] for _ in range(2))
+        assert first.token_ids == second.token_ids and len(first.token_ids) == 12
+
+
+def test_smollm2_reference() -> None:
+    """SmolLM2's real weights in fp32 give the known ids of every reference prompt."""
+    try:
+        path = smollm2_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    reference = json.loads(
+        (Path(__file__).parents[1] / "data/smollm2_greedy_fp32.json").read_text()
+    )
+    with LLM(str(path), dtype="float32", device="cuda", max_num_seqs=8) as llm:
+        for case in reference["cases"]:
+            wanted = case["greedy_ids_ignore_eos"]
+            found = llm.generate(case["prompt_ids"], greedy(len(wanted)))
+            assert found[0].outputs[0].token_ids == wanted
+
+
+def test_many_requests_leave_nothing_behind(subject: Subject) -> None:
+    """Two hundred requests of mixed kinds come and go; afterwards every block is free and the
+    answers of a request alone are what they were."""
+    random = np.random.default_rng(0)
+    with LLM(subject.folder, dtype="float32", max_num_batched_tokens=256, **SETTINGS) as llm:
+        prompts = random_prompts(random.integers(1, 80, 200).tolist())
+        alone = _answers(llm, prompts[:1], 10)
+        start = time.perf_counter()
+        params = [
+            SamplingParams(
+                max_tokens=int(random.integers(1, 20)),
+                temperature=float(random.choice([0.0, 0.7])),
+                top_p=float(random.choice([1.0, 0.9])), ignore_eos=True,
+            )
+            for _ in prompts
+        ]  # fmt: skip
+        outputs = llm.generate(prompts, params)
+        assert time.perf_counter() - start < 120
+        for output, each in zip(outputs, params, strict=True):
+            assert len(output.outputs[0].token_ids) == each.max_tokens
+        assert _answers(llm, prompts[:1], 10) == alone
+        tiny.assert_idle(llm)
