@@ -1,11 +1,10 @@
-"""The head and the choice of the next token in one kernel, so that logits never exist in memory.
+"""The choice of the next token, from the last hidden state or from logits.
 
 R requests, E hidden size, V rows of the head, W rows of the batch state
 
-A program multiplies some rows of the head with the final norm of all requests' x and keeps the best
-id of each request. Score and id are packed into one int64, larger for a higher score and, among
-equal scores, for a lower id, so that the best of all programs is an atomic maximum, in any order.
-The program that is done last writes the ids.
+A program keeps the best of some ids of a request. Score and id are packed into one int64, larger
+for a higher score and, among equal scores, for a lower id, so that the best of all programs is an
+atomic maximum, in any order. The program that is done last writes the id.
 
 A request with a temperature of 1e-5 or more takes the maximum of logits / temperature plus Gumbel
 noise, which is a sample of the softmax. Noise is Philox4x32-10 of the request's seed and place:
@@ -22,13 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
-from pico_vllm.kernels.small_linear import MAX_ROWS, dot_rows, rms_scale
+from pico_vllm.kernels.small_linear import LinearScratch, small_linear
 
 GREEDY_BELOW = tl.constexpr(1e-5)
+BLOCK_V = 1024
+"""Logits that a program takes at a time."""
+MOST_PROGRAMS = 1056
+"""Some eight on each of 132 multiprocessors."""
 BAD_LOGITS = tl.constexpr(-2)
 """Instead of an id, where a logit is NaN or infinite."""
 _LOWEST = tl.constexpr(-(2**63))
 _BAD = tl.constexpr(2**63 - 1)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
 _ID_BITS = tl.constexpr(2**32 - 1)
 
 
@@ -57,176 +61,15 @@ def _gumbel(bits):
 
 
 @triton.jit
-def gumbel_noise(
-    first_id, seed_R, position_R, sample_R, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr
-):
-    """[BLOCK_V, BLOCK_R] noise of BLOCK_V ids from first_id on, which is a multiple of 4."""
-    GROUPS: tl.constexpr = BLOCK_V // 4
-    groups = first_id // 4 + tl.arange(0, GROUPS)
-    shape: tl.constexpr = (GROUPS, BLOCK_R)
-    c0 = tl.broadcast_to(groups.to(tl.uint32)[:, None], shape)
-    c1 = tl.broadcast_to(position_R.to(tl.int64).to(tl.uint32)[None, :], shape)
-    c2 = tl.broadcast_to(sample_R.to(tl.int64).to(tl.uint32)[None, :], shape)
-    seed = tl.broadcast_to(seed_R[None, :], shape)
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c0 * 0)
+def gumbel_noise(first_id, seed, position, sample, BLOCK_V: tl.constexpr):
+    """[BLOCK_V] noise of the ids from first_id on, which is a multiple of 4."""
+    c0 = (first_id // 4 + tl.arange(0, BLOCK_V // 4)).to(tl.uint32)
+    zeros = c0 * 0
+    c1 = zeros + position.to(tl.int64).to(tl.uint32)
+    c2 = zeros + sample.to(tl.int64).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, zeros)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., i, j] is word 2 i + j
-    bits = tl.reshape(tl.permute(words, (0, 2, 3, 1)), (BLOCK_V, BLOCK_R))
-    return _gumbel(bits)
-
-
-@triton.jit
-def _best_key(
-    logits, first_id, vocab_size, temperature_R, seed_R, position_R, sample_R,
-    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_R] the best score and id of logits [BLOCK_V, BLOCK_R], packed."""
-    scores = logits
-    if tl.max(temperature_R, axis=0) >= GREEDY_BELOW:  # else no row needs noise
-        noise = gumbel_noise(first_id, seed_R, position_R, sample_R, BLOCK_V, BLOCK_R)
-        is_greedy = temperature_R < GREEDY_BELOW
-        scale = tl.broadcast_to(tl.where(is_greedy, 1.0, temperature_R)[None, :], logits.shape)
-        scores = tl.where(is_greedy[None, :], logits, tl.div_rn(logits, scale) + noise)
-    scores = tl.where(scores == 0.0, 0.0, scores)  # -0 equals 0, but its bits are lower
-    bits = scores.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    ids = (first_id + tl.arange(0, BLOCK_V))[:, None]
-    keys = (ordered << 32) | (_ID_BITS - ids.to(tl.int64))
-    keys = tl.where(tl.abs(logits) < float("inf"), keys, _BAD)
-    keys = tl.where(ids < vocab_size, keys, _LOWEST)
-    return tl.max(keys, axis=0)
-
-
-@triton.jit
-def _choose(
-    best_R, r, is_r, key_ptr, counter_ptr, num_programs, rows_ptr, last_tokens_ptr, out_ptr
-):
-    """Add this program's best to the others'; the last of num_programs writes the ids."""
-    tl.atomic_max(key_ptr + r, best_R, mask=is_r, sem="relaxed")
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    num_done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
-    if num_done == num_programs - 1:
-        tl.debug_barrier()
-        key = tl.load(key_ptr + r, mask=is_r, other=0, cache_modifier=".cg")
-        is_bad = key == _BAD
-        ids = _ID_BITS - (key & _ID_BITS)
-        row = tl.load(rows_ptr + r, mask=is_r, other=0)
-        tl.store(out_ptr + r, tl.where(is_bad, BAD_LOGITS, ids), mask=is_r)
-        tl.store(last_tokens_ptr + row, tl.where(is_bad, 0, ids), mask=is_r)
-        tl.store(key_ptr + r, tl.full(r.shape, _LOWEST, tl.int64), mask=is_r)
-        tl.store(counter_ptr, 0)
-
-
-@triton.jit
-def _state(rows_ptr, positions_ptr, temperatures_ptr, seeds_ptr, samples_ptr, r, is_r):
-    """Temperature, seed, position and sample index of requests r. All lie complete before the
-    step's first kernel."""
-    row = tl.load(rows_ptr + r, mask=is_r, other=0)
-    temperature = tl.load(temperatures_ptr + row, mask=is_r, other=0.0)
-    seed = tl.load(seeds_ptr + row, mask=is_r, other=0)
-    sample = tl.load(samples_ptr + row, mask=is_r, other=0)
-    position = tl.load(positions_ptr + r, mask=is_r, other=0)
-    return temperature, seed, position, sample
-
-
-@triton.jit(do_not_specialize=["vocab_size"])
-def _head_gemv_kernel(
-    x_ptr, norm_ptr, head_ptr, rows_ptr, positions_ptr, temperatures_ptr, seeds_ptr, samples_ptr,
-    last_tokens_ptr, key_ptr, counter_ptr, out_ptr,
-    eps, vocab_size,
-    V: tl.constexpr, E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_TILES: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """One request. A warp takes whole rows of the head, a program NUM_TILES times BLOCK_N."""
-    let_next_start(USE_PDL)
-    pid = tl.program_id(0)
-    r = tl.arange(0, 1)
-    temperature, seed, position, sample = _state(
-        rows_ptr, positions_ptr, temperatures_ptr, seeds_ptr, samples_ptr, r, r < 1
-    )
-    first_id = pid * NUM_TILES * BLOCK_N
-    n = tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)[None, :]
-    x_k = tl.broadcast_to(k, (BLOCK_N, BLOCK_K))
-    IS_RAGGED: tl.constexpr = E % (GROUP * BLOCK_K) != 0
-    tile = tl.arange(0, NUM_TILES)
-    logits = tl.zeros((NUM_TILES, BLOCK_N), tl.float32)
-    wait_for_inputs(USE_PDL)
-    for t in tl.range(0, NUM_TILES):
-        rows = first_id + t * BLOCK_N + n
-        # Rows past the head's end are read as its last one: they are no ids.
-        in_head = tl.minimum(rows, V - 1).to(tl.int64)
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for k0 in tl.range(0, E, GROUP * BLOCK_K):
-            group = ()
-            for i in tl.static_range(GROUP):
-                at = k0 + i * BLOCK_K + k
-                pointers = head_ptr + in_head[:, None] * E + at
-                if IS_RAGGED:
-                    w = tl.load(pointers, mask=at < E, other=0.0, eviction_policy="evict_first")
-                else:
-                    w = tl.load(pointers, eviction_policy="evict_first")
-                group += (w,)
-            for i in tl.static_range(GROUP):
-                at = k0 + i * BLOCK_K + x_k
-                x = tl.load(x_ptr + at, mask=at < E, other=0.0).to(tl.float32)
-                norm = tl.load(norm_ptr + at, mask=at < E, other=0.0).to(tl.float32)
-                acc += group[i].to(tl.float32) * (x * norm)
-        sums = tl.sum(acc, axis=1)
-        logits = tl.where(tile[:, None] == t, sums[None, :], logits)
-
-    squares = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k0 in tl.range(0, E, BLOCK_K):
-        x = tl.load(x_ptr + k0 + x_k, mask=k0 + x_k < E, other=0.0).to(tl.float32)
-        squares += x * x
-    scale = tl.rsqrt(tl.sum(squares, axis=1) / E + eps)
-    logits = (logits * scale[None, :]).to(x_ptr.dtype.element_ty).to(tl.float32)
-    best = _best_key(
-        tl.reshape(logits, (NUM_TILES * BLOCK_N, 1)), first_id, vocab_size, temperature, seed,
-        position, sample, NUM_TILES * BLOCK_N, 1,
-    )  # fmt: skip
-    _choose(
-        best, r, r < 1, key_ptr, counter_ptr, tl.num_programs(0), rows_ptr, last_tokens_ptr, out_ptr
-    )
-
-
-@triton.jit(do_not_specialize=["R", "vocab_size"])
-def _head_dot_kernel(
-    x_ptr, norm_ptr, head_ptr, rows_ptr, positions_ptr, temperatures_ptr, seeds_ptr, samples_ptr,
-    last_tokens_ptr, key_ptr, counter_ptr, out_ptr,
-    eps, R, vocab_size,
-    V: tl.constexpr, E: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Up to MAX_ROWS requests and BLOCK_N rows of the head."""
-    let_next_start(USE_PDL)
-    pid = tl.program_id(0)
-    r = tl.arange(0, BLOCK_R)
-    temperature, seed, position, sample = _state(
-        rows_ptr, positions_ptr, temperatures_ptr, seeds_ptr, samples_ptr, r, r < R
-    )
-    rows = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = rows < V
-    SPAN: tl.constexpr = (E + BLOCK_K - 1) // BLOCK_K * BLOCK_K
-    k = tl.arange(0, BLOCK_K)
-    first_w = tl.load(
-        head_ptr + rows.to(tl.int64)[:, None] * E + k[None, :],
-        mask=is_row[:, None] & (k < E)[None, :], other=0.0, eviction_policy="evict_first",
-    )  # fmt: skip
-    wait_for_inputs(USE_PDL)
-    acc, square = dot_rows(
-        first_w, x_ptr, head_ptr, norm_ptr, rows, is_row, R, 0, E,
-        E, SPAN, BLOCK_R, BLOCK_N, BLOCK_K, 1, True, True, PRECISION,
-    )  # fmt: skip
-    dtype = x_ptr.dtype.element_ty
-    logits = (acc * rms_scale(square, eps, E, dtype)[None, :]).to(dtype).to(tl.float32)
-    best = _best_key(
-        logits, pid * BLOCK_N, vocab_size, temperature, seed, position, sample, BLOCK_N, BLOCK_R
-    )
-    _choose(
-        best, r, r < R, key_ptr, counter_ptr, tl.num_programs(0), rows_ptr, last_tokens_ptr, out_ptr
-    )
+    return _gumbel(tl.reshape(words, (BLOCK_V,)))
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
@@ -236,31 +79,56 @@ def _sample_logits_kernel(
     vocab_size, row_stride,
     BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One request and every NUM_PROGRAMS-th block of its logits."""
+    """One request and every num_programs(1)-th block of its logits."""
     let_next_start(USE_PDL)
-    r = tl.program_id(0) + tl.arange(0, 1)
-    is_r = r >= 0
-    temperature, seed, position, sample = _state(
-        rows_ptr, positions_ptr, temperatures_ptr, seeds_ptr, samples_ptr, r, is_r
-    )
-    logits_ptr += tl.program_id(0).to(tl.int64) * row_stride
+    r = tl.program_id(0)
+    # What the requests ask for lies complete before the step's first kernel.
+    row = tl.load(rows_ptr + r)
+    temperature = tl.load(temperatures_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    sample = tl.load(samples_ptr + row)
+    position = tl.load(positions_ptr + r)
+    is_sampled = temperature >= GREEDY_BELOW
+    per_temperature = 1.0 / tl.where(is_sampled, temperature, 1.0)
+    logits_ptr += r.to(tl.int64) * row_stride
     v = tl.arange(0, BLOCK_V)
-    best = tl.full((1,), _LOWEST, tl.int64)
+    best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+    best_block = tl.zeros((BLOCK_V,), tl.int32)
+    largest = tl.zeros((BLOCK_V,), tl.int32)
     wait_for_inputs(USE_PDL)
     block = tl.program_id(1)
     while block * BLOCK_V < vocab_size:
-        ids = block * BLOCK_V + v
-        logits = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
-        key = _best_key(
-            logits[:, None], block * BLOCK_V, vocab_size, temperature, seed, position, sample,
-            BLOCK_V, 1,
-        )  # fmt: skip
-        best = tl.maximum(best, key)
+        is_token = block * BLOCK_V + v < vocab_size
+        logits = tl.load(logits_ptr + block * BLOCK_V + v, mask=is_token, other=0.0)
+        logits = logits.to(tl.float32)
+        # Without the sign the bits of Inf and NaN are the largest.
+        largest = tl.maximum(largest, logits.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        scores = logits
+        if is_sampled:
+            noise = gumbel_noise(block * BLOCK_V, seed, position, sample, BLOCK_V)
+            scores = logits * per_temperature + noise
+        is_better = is_token & (scores > best)
+        best = tl.where(is_better, scores, best)
+        best_block = tl.where(is_better, block, best_block)
         block += tl.num_programs(1)
-    counter_ptr += tl.program_id(0)
-    _choose(
-        best, r, is_r, key_ptr, counter_ptr, tl.num_programs(1), rows_ptr, last_tokens_ptr, out_ptr
-    )
+
+    score = tl.max(best, axis=0)
+    ids = tl.where(best == score, best_block * BLOCK_V + v, 0x7FFFFFFF)
+    score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0, but its bits are lower
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    key = (ordered << 32) | (_ID_BITS - tl.min(ids, axis=0).to(tl.int64))
+    key = tl.where(tl.max(largest, axis=0) < _INFINITY_BITS, key, _BAD)
+    tl.atomic_max(key_ptr + r, key, sem="relaxed")
+    num_done = tl.atomic_add(counter_ptr + r, 1, sem="acq_rel")
+    if num_done == tl.num_programs(1) - 1:
+        # A read that no other program's write can have missed, and that puts the key back.
+        key = tl.atomic_xchg(key_ptr + r, tl.full((), _LOWEST, tl.int64), sem="relaxed")
+        is_bad = key == _BAD
+        best_id = _ID_BITS - (key & _ID_BITS)
+        tl.store(out_ptr + r, tl.where(is_bad, BAD_LOGITS, best_id))
+        tl.store(last_tokens_ptr + row, tl.where(is_bad, 0, best_id))
+        tl.store(counter_ptr + r, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +139,7 @@ class HeadScratch:
     """[MAX_REQUESTS] int64, the lowest there is."""
     counters: Tensor
     """[MAX_REQUESTS] int32, zeros."""
+    linear: LinearScratch
 
     MAX_REQUESTS = 4096
 
@@ -279,6 +148,7 @@ class HeadScratch:
         return cls(
             torch.full((cls.MAX_REQUESTS,), _LOWEST.value, dtype=torch.int64, device=device),
             torch.zeros(cls.MAX_REQUESTS, dtype=torch.int32, device=device),
+            LinearScratch.allocate(device),
         )
 
 
@@ -303,51 +173,20 @@ def head_sample(
     Shapes:
         x_RE              bf16, fp16 or fp32, contiguous, R from 1 to MAX_ROWS; not yet normalised
         norm_E, head_VE   dtype of x, contiguous
-        vocab_size        ids from here on are no tokens
-        rows_R            int32, the row of the batch state that belongs to each request
-        positions_R       int32 or int64, place of the new token in its request
-        temperatures_W    fp32; below 1e-5 the highest logit wins, the lowest id among equals
-        seeds_W, sample_indices_W   int64, any seed, indices in [0, 2**32)
-        last_tokens_W     int64, set to the chosen id, or 0 for none, at each request's row
-        out_R             int64, set to the chosen ids, or -2 where a token's logit is NaN or Inf
+        the rest          as sample_logits
 
     Raises:
         ValueError: R outside 1..MAX_ROWS, or shapes, dtypes or strides that do not fit.
 
-    Not checked: rows in range, and no row twice. Sums in fp32, then rounded to the dtype of x like
-    a head's output. Same ids as head_sample_reference of those logits, other roundings apart. A
-    request's noise does not depend on the batch.
-    Source: Gumbel-max, Maddison et al. 2014, arXiv:1411.0030; Philox, Salmon et al. 2011.
+    The logits exist in memory, for one more short kernel: with the choice at the end of the head's
+    own programs both took longer (114 us instead of 104 at one request, 159 instead of 112 at 32).
     """
-    R, (V, E) = x_RE.shape[0], head_VE.shape
-    if not 1 <= R <= MAX_ROWS:
-        raise ValueError(f"{R} requests; this kernel takes 1 to {MAX_ROWS}")
-    if x_RE.shape != (R, E) or norm_E.shape != (E,):
-        raise ValueError(
-            f"x is {tuple(x_RE.shape)}, norm {tuple(norm_E.shape)}, not {(R, E)} and {(E,)}"
-        )
-    if not x_RE.dtype == norm_E.dtype == head_VE.dtype:
-        raise ValueError(
-            f"dtypes differ: x {x_RE.dtype}, norm {norm_E.dtype}, head {head_VE.dtype}"
-        )
-    if not (x_RE.is_contiguous() and norm_E.is_contiguous() and head_VE.is_contiguous()):
-        raise ValueError("x, norm and head must be contiguous")
-    _check(R, V, vocab_size, rows_R, positions_R, out_R)
-    arguments = (
-        x_RE, norm_E, head_VE, rows_R, positions_R, temperatures_W, seeds_W, sample_indices_W,
-        last_tokens_W, scratch.keys, scratch.counters, out_R, eps,
-    )  # fmt: skip
-    options = launch_options(x_RE.device)
-    itemsize = x_RE.element_size()
-    if R == 1:
-        tile = gemv_options(E, itemsize)
-        grid = (triton.cdiv(V, tile["BLOCK_N"] * tile["NUM_TILES"]),)
-        _head_gemv_kernel[grid](*arguments, vocab_size, V=V, E=E, **tile, **options)
-        return
-    tile = dot_options(R, E, itemsize)
-    _head_dot_kernel[(triton.cdiv(V, tile["BLOCK_N"]),)](
-        *arguments, R, vocab_size, V=V, E=E,
-        PRECISION="ieee" if x_RE.dtype == torch.float32 else "tf32", **tile, **options,
+    _check(x_RE.shape[0], head_VE.shape[0], vocab_size, rows_R, positions_R, out_R)
+    logits_RV = small_linear(x_RE, head_VE, norm_K=norm_E, eps=eps, scratch=scratch.linear)
+    sample_logits(
+        logits_RV, vocab_size=vocab_size, rows_R=rows_R, positions_R=positions_R,
+        temperatures_W=temperatures_W, seeds_W=seeds_W, sample_indices_W=sample_indices_W,
+        last_tokens_W=last_tokens_W, scratch=scratch, out_R=out_R,
     )  # fmt: skip
 
 
@@ -364,14 +203,24 @@ def sample_logits(
     scratch: HeadScratch,
     out_R: Tensor,
 ) -> None:
-    """Choose each request's next token from its logits: head_sample for any number of requests.
+    """Choose each request's next token from its logits.
 
     Shapes:
-        logits_RV   bf16, fp16 or fp32, last dim contiguous; R up to HeadScratch.MAX_REQUESTS
-        the rest    as head_sample
+        logits_RV         bf16, fp16 or fp32, ids contiguous; R up to HeadScratch.MAX_REQUESTS
+        vocab_size        ids from here on are no tokens
+        rows_R            int32, the row of the batch state that belongs to each request
+        positions_R       int32 or int64, place of the new token in its request
+        temperatures_W    fp32; below 1e-5 the highest logit wins, the lowest id among equals
+        seeds_W, sample_indices_W   int64, any seed, indices in [0, 2**32)
+        last_tokens_W     int64, set to the chosen id, or 0 for none, at each request's row
+        out_R             int64, set to the chosen ids, or -2 where a token's logit is NaN or Inf
 
     Raises:
         ValueError: more requests than the scratch has room for, or shapes that do not fit.
+
+    Not checked: rows in range, and no row twice. Same ids as head_sample_reference, but where the
+    noise's rounding decides. A request's id does not depend on the batch.
+    Source: Gumbel-max, Maddison et al. 2014, arXiv:1411.0030; Philox, Salmon et al. 2011.
     """
     R, V = logits_RV.shape
     if not 1 <= R <= scratch.keys.shape[0]:
@@ -379,29 +228,12 @@ def sample_logits(
     if logits_RV.stride(1) != 1:
         raise ValueError(f"logits have strides {logits_RV.stride()}; ids must be contiguous")
     _check(R, V, vocab_size, rows_R, positions_R, out_R)
-    num_programs = max(1, min(1056 // R, triton.cdiv(vocab_size, SAMPLE_BLOCK)))
+    num_programs = max(1, min(MOST_PROGRAMS // R, triton.cdiv(vocab_size, BLOCK_V)))
     _sample_logits_kernel[(R, num_programs)](
         logits_RV, rows_R, positions_R, temperatures_W, seeds_W, sample_indices_W, last_tokens_W,
         scratch.keys, scratch.counters, out_R, vocab_size, logits_RV.stride(0),
-        BLOCK_V=SAMPLE_BLOCK, num_warps=4, **launch_options(logits_RV.device),
+        BLOCK_V=BLOCK_V, num_warps=4, **launch_options(logits_RV.device),
     )  # fmt: skip
-
-
-SAMPLE_BLOCK = 1024
-"""Logits that a program of sample_logits takes at a time."""
-
-
-def gemv_options(E: int, itemsize: int) -> dict[str, int]:
-    """A warp reads 512 bytes of a row at once, up to 3 KB of each of its two rows."""
-    width = 512 // itemsize
-    group = min(6, triton.cdiv(E, width))
-    return {"BLOCK_N": 8, "BLOCK_K": width, "GROUP": group, "NUM_TILES": 4, "num_warps": 4}
-
-
-def dot_options(R: int, E: int, itemsize: int) -> dict[str, int]:
-    block_k = max(16, min(256 // itemsize, triton.next_power_of_2(E)))
-    block_r = max(16, triton.next_power_of_2(R))
-    return {"BLOCK_R": block_r, "BLOCK_N": 64, "BLOCK_K": block_k, "num_warps": 4}
 
 
 def _check(

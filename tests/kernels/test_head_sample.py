@@ -148,13 +148,12 @@ def test_fp16_and_long_positions() -> None:
 
 
 @triton.jit
-def _noise_kernel(seeds_ptr, samples_ptr, positions_ptr, out_ptr, first_id, R: tl.constexpr):
-    r = tl.arange(0, R)
+def _noise_kernel(seeds_ptr, samples_ptr, positions_ptr, out_ptr, first_id):
+    r = tl.program_id(0)
     noise = gumbel_noise(
-        first_id, tl.load(seeds_ptr + r), tl.load(positions_ptr + r), tl.load(samples_ptr + r),
-        64, R,
-    )  # fmt: skip
-    tl.store(out_ptr + tl.arange(0, 64)[:, None] * R + r[None, :], noise)
+        first_id, tl.load(seeds_ptr + r), tl.load(positions_ptr + r), tl.load(samples_ptr + r), 64
+    )
+    tl.store(out_ptr + r * 64 + tl.arange(0, 64), noise)
 
 
 def test_noise_is_that_of_the_sampler() -> None:
@@ -164,9 +163,9 @@ def test_noise_is_that_of_the_sampler() -> None:
     positions = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 9, 77, 100_000], device=DEVICE)
     expected = philox.gumbel_noise(seeds, samples, positions, 1600)
     for first_id in (0, 64, 1536):
-        out = torch.full((64, 8), float("nan"), device=DEVICE)
-        _noise_kernel[(1,)](seeds, samples, positions, out, first_id, 8)
-        wanted = expected[:, first_id : first_id + 64].T
+        out = torch.full((8, 64), float("nan"), device=DEVICE)
+        _noise_kernel[(8,)](seeds, samples, positions, out, first_id)
+        wanted = expected[:, first_id : first_id + 64]
         # log of numbers near 1 is good to 2**-22 on a GPU.
         torch.testing.assert_close(out, wanted, atol=4e-6, rtol=1e-6)
 
@@ -228,8 +227,10 @@ def test_bad_arguments_are_refused() -> None:
     made = step([0.0, 0.0]).arguments()
     with pytest.raises(ValueError, match="vocab_size 41"):
         head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=41, **made)
-    with pytest.raises(ValueError, match="65 requests"):
-        head_sample(x_RE.new_zeros(65, 16), norm_E, 1e-6, head_VE, vocab_size=40, **made)
+    with pytest.raises(ValueError, match="65 rows"):
+        many = {**made, "rows_R": made["rows_R"].new_zeros(65)}
+        many["positions_R"], many["out_R"] = many["rows_R"], many["rows_R"].long()
+        head_sample(x_RE.new_zeros(65, 16), norm_E, 1e-6, head_VE, vocab_size=40, **many)
     with pytest.raises(ValueError, match="dtypes differ"):
         head_sample(x_RE.half(), norm_E, 1e-6, head_VE, vocab_size=40, **made)
     with pytest.raises(ValueError, match="rows has shape"):
