@@ -73,7 +73,8 @@ def _rope_store_kv_kernel(
         low_weight = tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)
         high_weight = tl.load(norm_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
     wait_for_inputs(USE_PDL)
-    position = tl.load(positions_ptr + token).to(tl.int64)
+    # Padding has position -1: it must not read before the tables.
+    position = tl.maximum(tl.load(positions_ptr + token), 0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     x_ptr = qkv_ptr + token * stride_t + (0 if is_query else H) * stride_n
     x_ptrs = x_ptr + head[:, None] * stride_n + d[None, :]

@@ -35,7 +35,9 @@ class Subject:
     """A random model of odd sizes, saved, with transformers beside it on the same GPU."""
 
     def __init__(self, family: str, folder: Path) -> None:
-        config = tiny.hf_config(family, num_hidden_layers=3, **CONFIGS[family])
+        config = tiny.hf_config(
+            family, num_hidden_layers=3, max_position_embeddings=512, **CONFIGS[family]
+        )
         model = tiny.random_model(config, seed=3, std=0.12)
         self.folder = str(tiny.save_model(folder, model))
         self.theirs = model.cuda()
