@@ -79,6 +79,8 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
         if resolved.kernels == "triton":
             triton_loading.check(resolved, model_config, device)
         _warn_of_shorter_window(config, resolved, model_config)
+        # Before the weights: the model's table of angles is as long as the window.
+        resolved = settle_window(resolved)
         check_memory(resolved, model_config, source, device)
         model = load_weights(model_config, resolved, source, device, report)
     finally:
@@ -305,7 +307,7 @@ def settle_kv_blocks(
     are loaded; activations are what the largest step takes besides.
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: not even one block fits, or no request into what does.
     """
     assert config.max_model_len is not None and config.max_num_seqs is not None
     blocks_per_request = -(-config.max_model_len // config.block_size)
@@ -334,6 +336,19 @@ def settle_kv_blocks(
                 f"({config.max_num_batched_tokens})",
                 param="num_kv_blocks",
             )
+    return settle_window(replace(config, num_kv_blocks=num_blocks))
+
+
+def settle_window(config: EngineConfig) -> EngineConfig:
+    """Shorten the window to what the pool holds, where its number of blocks is known.
+
+    Raises:
+        ConfigError: it holds no request at all.
+    """
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None or config.kv != "paged":
+        return config
+    assert config.max_model_len is not None
     max_model_len = min(config.max_model_len, num_blocks * config.block_size)
     if max_model_len < 2:
         raise ConfigError(
@@ -347,7 +362,7 @@ def settle_kv_blocks(
             "to that",
             num_blocks, config.block_size, max_model_len, config.max_model_len,
         )  # fmt: skip
-    return replace(config, num_kv_blocks=num_blocks, max_model_len=max_model_len)
+    return replace(config, max_model_len=max_model_len)
 
 
 def settle_graphs(config: EngineConfig, model: LlamaForCausalLM) -> EngineConfig:

@@ -42,6 +42,17 @@ def test_settings_that_no_machine_can_serve_are_refused(
     assert caught.value.param == param
 
 
+def test_the_table_of_angles_is_as_long_as_the_window(
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool that holds less than the window shortens it before anything of its length is made,
+    and says so once."""
+    with LLM(str(tiny_model.folder), device="cpu", num_kv_blocks=5, block_size=16) as llm:
+        assert llm.engine.max_model_len == llm.config.max_model_len == 80
+        assert len(llm.engine._runner._model.rope.cos_PD) == 80
+    assert sum("the window shrinks from 256" in line for line in caplog.messages) == 1
+
+
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, tiny_model: TinyModel) -> None:
     """A checkpoint full of NaN does not become an engine that fails at every answer."""
     folder = tmp_path / "nan"
