@@ -70,8 +70,23 @@ def generate(
     else:
         for output in answer.outputs:
             write_answer(f"[{output.index}] {output.text}\n")
+    if sampling.logprobs is not None:
+        _show_logprobs(answer.outputs)
     reasons = ", ".join(str(output.finish_reason) for output in answer.outputs)
     note(f"[{len(prompt_token_ids)} prompt tokens; {answer.speed()}; {reasons}]")
+
+
+def _show_logprobs(outputs: list[CompletionOutput]) -> None:
+    """A line a token on stderr: its log-probability and text, then the most likely ones'."""
+    for output in outputs:
+        if len(outputs) > 1:
+            note(f"[{output.index}]")
+        for entries in output.logprobs or []:
+            shown = [
+                f"{each.logprob:9.4f} {json.dumps(each.decoded_token, ensure_ascii=False)}"
+                for each in entries.values()
+            ]
+            note("   ".join(shown))
 
 
 def _read_stdin() -> str:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pico_vllm.errors import ContextLengthError
-from pico_vllm.outputs import CompletionDelta
+from pico_vllm.outputs import CompletionDelta, Logprob
 from pico_vllm.sampling_params import SamplingParams
 
 
@@ -22,6 +22,8 @@ class FakeLLM:
         self.params: list[SamplingParams] = []
         self.before_token: Callable[[int], None] = lambda index: None
         self.num_open_streams = 0
+        self.logprobs: dict[int, Logprob] | None = None
+        """Given with every token."""
         self.engine = SimpleNamespace(max_model_len=window)
         self.config = SimpleNamespace(model="fake")
         self.tokenizer = SimpleNamespace(
@@ -57,6 +59,7 @@ class FakeLLM:
                         text=piece,
                         token_ids=(step,),
                         finish_reason=self.finish_reason if is_last else None,
+                        logprobs=() if self.logprobs is None else (self.logprobs,),
                     )
         finally:
             self.num_open_streams -= 1

@@ -7,6 +7,8 @@ import pytest
 from cli_result import RunCli
 from fake_llm import FakeLLM
 
+from pico_vllm.outputs import Logprob
+
 
 def strict(text: str) -> Any:
     def refuse(name: str) -> None:
@@ -50,6 +52,22 @@ def test_a_model_without_template_gets_the_text_as_it_is(run_cli: RunCli) -> Non
     run_cli("generate", "--chat", "a", llm=chat)
     assert plain.prompts == ["a"]
     assert chat.prompts == ["a", [("user", "a")]]
+
+
+def test_logprobs_follow_the_answer_on_stderr(run_cli: RunCli) -> None:
+    """A line a token: the chosen one first, then the likely ones; text that would break the line
+    or the terminal is escaped."""
+    llm = FakeLLM("a", "b")
+    llm.logprobs = {
+        5: Logprob(logprob=-1.25, rank=2, decoded_token="é\n"),
+        7: Logprob(logprob=-0.5, rank=1, decoded_token="\x1b["),
+    }
+    code, out, err = run_cli("generate", "--logprobs", "1", "x", llm=llm)
+    line = '  -1.2500 "é\\n"     -0.5000 "\\u001b["\n'
+    assert (code, out) == (0, "ab\n") and err.startswith(line * 2 + "[1 prompt tokens; ")
+    err = run_cli("generate", "--logprobs", "1", "--n", "2", "x", llm=llm).err
+    assert err.startswith("[0]\n" + line * 2 + "[1]\n" + line * 2)
+    assert "-1.25" not in run_cli("generate", "--json", "--logprobs", "1", "x", llm=llm).err
 
 
 def test_json_is_one_strict_object(run_cli: RunCli) -> None:
