@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 
 from pico_vllm.config.engine import EngineConfig
+from pico_vllm.errors import PicoError
 from pico_vllm.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -37,6 +38,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "help": "Most tokens to generate.",
         "show_default": f"{DEFAULT_MAX_TOKENS}, or what the window leaves",
     },
+}
+# Where an error's way out is a value of Python's.
+_REWORDED = {
+    "or None to fill the window": f"leave --max-tokens out for {DEFAULT_MAX_TOKENS}, or for what "
+    "the window leaves",
 }
 _NO_OPTION = {
     "logit_bias",  # a mapping
@@ -66,12 +72,23 @@ def takes_config(command: Callable[..., None]) -> Callable[..., None]:
         for name, owner in owners.items():
             prefix = f"{name}_"
             given = {key: values.pop(key) for key in list(values) if key.startswith(prefix)}
-            values[name] = owner(**{key.removeprefix(prefix): given[key] for key in given})
+            settings = {key.removeprefix(prefix): value for key, value in given.items()}
+            try:
+                values[name] = owner(**settings)
+            except PicoError as error:
+                message = _for_command_line(error.message)
+                raise type(error)(message, param=error.param, code=error.code) from error
         command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _for_command_line(message: str) -> str:
+    for words, reworded in _REWORDED.items():
+        message = message.replace(words, reworded)
+    return message
 
 
 def field_option(owner: type, name: str, *flags: str) -> Any:

@@ -60,9 +60,13 @@ def test_wrong_usage_is_one_line_and_exit_2(
         (["--temperature", "3"], "temperature must be a number in [0, 2], not 3.0"),
         (["--temperature", "nan"], "temperature must be a number in [0, 2], not nan"),
         (["--kv", "lru"], "kv must be one of paged, contiguous, none, not 'lru'"),
+        (
+            ["--max-tokens", "0"],
+            "max_tokens must be a whole number from 1 to 2147483647, not 0; leave --max-tokens out "
+            "for 512, or for what the window leaves",
+        ),
         (["--device", "tpu"], "device 'tpu' is not known"),
         (["--max-num-seqs", "0"], "max_num_seqs must be a whole number from 1"),
-        (["--max-tokens", "0"], "max_tokens must be a whole number from 1"),
         (["--stop", ""], "each stop string has 1 to 256 characters"),
         (["--sample-seed", str(2**63)], "seed must be a whole number"),
     ],
