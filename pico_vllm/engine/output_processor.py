@@ -80,6 +80,12 @@ class _Answer:
             self._detokenizer = None
         self._give(text, token_ids, entries)
 
+    def add_prompt_logprobs(self, values: Sequence[TokenLogprobs]) -> None:
+        """Take over those of a chunk of the prompt; the first of n answers has them for all."""
+        if self.output.index == 0 and self.group.output.prompt_logprobs is not None:
+            entries = [_by_token(value, self._tokenizer) for value in values]
+            self.group.output.prompt_logprobs += entries
+
     def fail(self) -> None:
         """End it with what it has: our fault."""
         self.output.finish_reason = FinishReason.ERROR.value
@@ -126,14 +132,14 @@ class OutputProcessor:
         ended = []
         for request_id, values in events.prompt_logprobs.items():
             answer = self._answers.get(request_id)
-            if (
-                answer is not None
-                and answer.output.index == 0
-                and answer.group.output.prompt_logprobs is not None
-            ):
-                answer.group.output.prompt_logprobs += [
-                    _by_token(value, self._tokenizer) for value in values
-                ]
+            if answer is None:
+                continue
+            try:
+                answer.add_prompt_logprobs(values)
+            except Exception:
+                self._fail_alone(request_id, answer)
+                del self._answers[request_id]
+                ended.append(request_id)
         for request_id, token_id, reason in zip(
             events.request_ids, events.token_ids, events.finish_reasons, strict=True
         ):
@@ -145,14 +151,17 @@ class OutputProcessor:
                     token_id, reason, events.logprobs.get(request_id), self._eos_token_ids
                 )
             except Exception:
-                # What goes wrong with one answer's text must not cost the others theirs.
-                logger.exception("answer_failed request_id=%s", request_id)
-                answer.fail()
+                self._fail_alone(request_id, answer)
             if answer.output.finish_reason is not None:
                 del self._answers[request_id]
                 if reason is None:
                     ended.append(request_id)
         return ended
+
+    def _fail_alone(self, request_id: str, answer: _Answer) -> None:
+        """What goes wrong with one answer's text must not cost the others theirs."""
+        logger.exception("answer_failed request_id=%s", request_id)
+        answer.fail()
 
     def fail(self, request_ids: Sequence[str]) -> None:
         """End the answers of a step whose events were not taken over whole."""

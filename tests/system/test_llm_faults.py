@@ -175,6 +175,29 @@ def test_a_fault_in_ones_text(
         assert outputs[index].outputs[0].token_ids == wanted
 
 
+def test_a_fault_in_ones_prompt_logprobs(
+    llm: LLM, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception while one prompt's log-probabilities are taken over ends that request alone."""
+    by_token = output_processor._by_token
+
+    def broken(value: Any, tokenizer: Any) -> Any:
+        if len(value.token_ids) == 4:
+            raise RuntimeError("planted")
+        return by_token(value, tokenizer)
+
+    monkeypatch.setattr(output_processor, "_by_token", broken)
+    prompts = random_prompts([4, 5, 6], seed=4)
+    params = [greedy(9, prompt_logprobs=1), greedy(9, prompt_logprobs=3), greedy(9)]
+    outputs = llm.generate(prompts, params)
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert reasons == ["length", "error", "length"]
+    for index in (0, 2):
+        wanted = tiny_model.oracle.greedy(prompts[index], 9)
+        assert outputs[index].outputs[0].token_ids == wanted
+    assert len(outputs[0].prompt_logprobs or []) == 4
+
+
 # Interrupts.
 
 
