@@ -107,8 +107,12 @@ def open_model(
     tokenizer = None
     if files.kind == "gguf":
         source = gguf = GGUFSource(files.path)
-        model_config = ModelConfig.from_hf(gguf.hf_config())
-        tokenizer = Tokenizer.from_gguf_metadata(gguf.metadata)
+        try:
+            model_config = ModelConfig.from_hf(gguf.hf_config())
+            tokenizer = Tokenizer.from_gguf_metadata(gguf.metadata)
+        except BaseException:
+            source.close()
+            raise
     else:
         model_config = ModelConfig.from_hf(*read_hf_config(files.path))
         has_tokenizer = files.kind == "directory" and (files.path / "tokenizer.json").exists()

@@ -13,7 +13,9 @@ import torch
 from test_gguf_quants import random_blocks, reference
 from tiny_gguf import HEAD_DIM, HIDDEN, LAYERS, MLP, VOCAB, write_gguf
 
+from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
+from pico_vllm.engine.loading import open_model
 from pico_vllm.errors import ModelLoadError
 from pico_vllm.models.gguf import GGUFSource, hf_name
 from pico_vllm.models.gguf_file import STORAGE_OF_TYPE
@@ -375,3 +377,21 @@ def test_supported_types_are_those_of_gguf() -> None:
     """The numbers of the tensor types are the package's own."""
     for number, storage in STORAGE_OF_TYPE.items():
         assert tiny_gguf.gguf.GGMLQuantizationType(number).name.lower() == storage
+
+
+@pytest.mark.parametrize("fault", ["configuration", "tokenizer"])
+def test_a_refused_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A file whose configuration or tokenizer cannot be used is not left open."""
+    changes: dict[str, object] = {"tokenizer.ggml.tokens": None} if fault == "tokenizer" else {}
+    write_gguf(tmp_path / "m.gguf", changes=changes)
+    if fault == "configuration":
+        monkeypatch.setattr(GGUFSource, "hf_config", lambda self: {"architectures": ["Unknown"]})
+    closed: list[GGUFSource] = []
+    close = GGUFSource.close
+    monkeypatch.setattr(GGUFSource, "close", lambda self: (closed.append(self), close(self)))
+    config = EngineConfig(model=str(tmp_path / "m.gguf"))
+    with pytest.raises(ModelLoadError):
+        open_model(resolve_model(config.model), config)
+    assert len(closed) == 1
