@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from pico_vllm.config.engine import EngineConfig, KvKind, WeightFormat
 from pico_vllm.config.hf_keys import show
+from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.loading import OnProgress, load_model
 from pico_vllm.engine.output_processor import AnswerGroup, OutputProcessor
 from pico_vllm.errors import ConfigError, InvalidRequestError
@@ -79,7 +80,7 @@ class LLM:
             num_threads=num_threads,
         )
         loaded = load_model(config, on_progress=on_progress)
-        self.engine = loaded.engine
+        self._engine = loaded.engine
         self.model_config = loaded.model_config
         self.weight_bytes = loaded.weight_bytes
         """Memory of all weights, each counted once."""
@@ -93,6 +94,12 @@ class LLM:
         self._given_up: deque[str] = deque()
         """Requests to abort as soon as no step is under way."""
         self._is_closed = False
+
+    @property
+    def engine(self) -> Engine:
+        """Raises ConfigError once this is closed."""
+        self._check_open()
+        return self._engine
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -180,7 +187,7 @@ class LLM:
             self._is_closed = True
             if self._tokenizer is not None:
                 self._tokenizer.close()
-            del self.engine
+            del self._engine
 
     def __enter__(self) -> Self:
         return self

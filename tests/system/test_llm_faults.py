@@ -436,6 +436,7 @@ CALLS: dict[str, Callable[[LLM], object]] = {
     "chat": lambda llm: llm.chat([{"role": "user", "content": "hi"}]),
     "stream_text": lambda llm: llm.stream("abc"),
     "stream_ids": lambda llm: llm.stream([1, 2]),
+    "engine": lambda llm: llm.engine,
     "stream_chat": lambda llm: llm.stream([{"role": "user", "content": "hi"}]),
 }
 
@@ -480,7 +481,7 @@ def test_many_engines_leave_nothing(tiny_model: TinyModel) -> None:
         with LLM(str(tiny_model.folder), **FIXTURE_T) as llm:
             llm.generate("abc", greedy(2))
             pools.append(llm.engine._runner._kv.device_pool.data_ptr())
-        assert not hasattr(llm, "engine")
+        assert not hasattr(llm, "_engine")
     gc.collect()
     assert threading.active_count() == num_threads
 
