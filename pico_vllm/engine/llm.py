@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Self
 
 from pico_vllm.config.engine import EngineConfig, KvKind, WeightFormat
@@ -199,7 +200,11 @@ class LLM:
         if isinstance(prompt, str):
             self.tokenizer.check_text_length(prompt, self.engine.max_model_len)
             return self.tokenizer.encode(prompt)
-        return list(prompt)
+        token_ids = list(prompt)
+        # A prompt far too long is refused by its length alone.
+        if len(token_ids) < self.engine.max_model_len and not set(map(type, token_ids)) <= {int}:
+            return [_plain_int(token_id) for token_id in token_ids]
+        return token_ids
 
     def _encode_chat(self, messages: object, variables: Mapping[str, Any] | None) -> list[int]:
         messages = list(messages) if isinstance(messages, tuple) else messages
@@ -316,6 +321,13 @@ class LLM:
 def _group(token_ids: list[int], text: str | None, *, keeps_deltas: bool) -> AnswerGroup:
     output = RequestOutput(request_id="", prompt=text, prompt_token_ids=token_ids, outputs=[])
     return AnswerGroup(output, keeps_deltas=keeps_deltas)
+
+
+def _plain_int(value: Any) -> Any:
+    """NumPy's and other whole numbers as int. What is none stays, to be refused by its place; a
+    bool is no id."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return int(value) if is_whole else value
 
 
 def _as_prompts(prompts: object) -> list[Prompt]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -264,6 +265,19 @@ def test_ids_outside_the_vocabulary(llm: LLM, index: int, at: int) -> None:
             f"prompt token {at} ",
             f"0 to {V_TOK - 1}",
         )
+
+
+def test_ids_of_any_integer_type(llm: LLM) -> None:
+    """NumPy's integers are ids as Python's are, also among those; its bools and floats are not."""
+    wanted = llm.generate([[5, 6, 7]], greedy(4))[0]
+    for prompt in (list(np.array([5, 6, 7])), [5, np.uint8(6), np.int32(7)]):
+        output = llm.generate([prompt], greedy(4))[0]
+        assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert [type(token_id) for token_id in output.prompt_token_ids] == [int] * 3
+        assert next(llm.stream(prompt, greedy(1))).token_ids == (wanted.outputs[0].token_ids[0],)
+    for bad in (np.True_, np.float64(6), np.int64(V_TOK), True):
+        with pytest.raises(TokenOutOfRangeError, match="prompt token 1 "):
+            llm.generate([[np.int64(5), bad]], greedy(1))
 
 
 @pytest.mark.parametrize(
