@@ -156,8 +156,14 @@ class EngineConfig:
 
         Raises:
             ConfigError: the window asked for is longer than the model's, or a sliding window would
-            cut it.
+            cut it; or blocks are counted for a cache without them.
         """
+        if self.kv != "paged" and self.num_kv_blocks is not None:
+            raise ConfigError(
+                f"num_kv_blocks is {self.num_kv_blocks}, but kv {self.kv} has no blocks; leave "
+                "num_kv_blocks out, or use kv paged",
+                param="num_kv_blocks",
+            )
         dtype = _DTYPES.get(self.dtype, "bfloat16" if has_fast_bf16 else "float32")
         weight_format = self.weight_format
         if weight_format == "auto":

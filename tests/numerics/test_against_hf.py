@@ -105,6 +105,8 @@ class Subject:
         self.answers = [self.oracle.greedy(prompt, NUM_TOKENS) for prompt in self.prompts]
 
     def llm(self, **settings: Any) -> LLM:
+        if settings.get("kv", "paged") != "paged":
+            settings["num_kv_blocks"] = None
         return LLM(self.folder, **(SETTINGS | {"max_model_len": 256} | settings))
 
 

@@ -31,6 +31,8 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_loaded() -> None:
         ({"max_model_len": 1}, "max_model_len"),
         ({"num_kv_blocks": 1, "block_size": 1}, "num_kv_blocks"),
         ({"dtype": ["x"]}, "dtype"),
+        ({"kv": "contiguous", "num_kv_blocks": 64}, "num_kv_blocks"),
+        ({"kv": "none", "num_kv_blocks": 64}, "num_kv_blocks"),
     ],
 )
 def test_settings_that_no_machine_can_serve_are_refused(
