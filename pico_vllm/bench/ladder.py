@@ -40,8 +40,9 @@ class Stage:
 _PLAIN = {"kernels": "plain", "overlap": "off", "cpu_graph": "off"}
 _TRITON = {"kv": "paged", "kernels": "triton"}
 _CACHES = (
-    Stage("no cache", {"kv": "none", **_PLAIN}),
-    Stage("contiguous cache", {"kv": "contiguous", **_PLAIN}),
+    # These two have no blocks to count.
+    Stage("no cache", {"kv": "none", "num_kv_blocks": None, **_PLAIN}),
+    Stage("contiguous cache", {"kv": "contiguous", "num_kv_blocks": None, **_PLAIN}),
 )
 STAGES = {
     "cuda": (

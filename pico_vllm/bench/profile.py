@@ -49,7 +49,7 @@ def profile_decode(
     assert config.max_num_batched_tokens is not None
     # The first requests decode while the last ones' prompts are still computed.
     num_prefills = -(-batch * context // config.max_num_batched_tokens)
-    out = 2 * num_prefills + LEAD_IN + num_steps + 2
+    out = 2 * num_prefills + LEAD_IN + num_steps + 4
     _check_room(llm, batch, context, out)
     source = PromptSource(llm.engine.vocab_size, config.seed)
     workload = Workload(id="profile", kind="decode", batch=batch, prompt=context, out=num_steps + 1)
@@ -57,7 +57,7 @@ def profile_decode(
     prompts = [source.prompt(context) for _ in range(batch)]
     with _decoding(llm.engine, prompts, out):
         events = _record(llm, num_steps, trace)
-        replay_ms = _replay_ms(llm, batch)
+        replay_ms = _replay_ms(llm)
     steps = steps_in_trace(events, is_gpu=config.device != "cpu")
     return DecodeProfile(figures, steps, replay_ms)
 
@@ -125,26 +125,31 @@ def _synchronize(is_gpu: bool) -> None:
         torch.cuda.synchronize()
 
 
-def _replay_ms(llm: LLM, batch: int) -> float | None:
-    """Replays the last step's graph on what that step was given: it writes the same KV once more,
+def _replay_ms(llm: LLM) -> float | None:
+    """Replays the graph of one more step on what that step was given: it writes the same KV again,
     of requests that end thereafter."""
-    if llm.config.cuda_graph == "off":
+    graphs = getattr(llm.engine._runner, "graphs", None)
+    if graphs is None:
         return None
-    from pico_vllm.engine.cuda_graph import decode_sizes
-    from pico_vllm.engine.device_batch import Shape
+    replay, seen = graphs.replay, []
 
-    graphs = llm.engine._runner.graphs  # type: ignore[attr-defined]
-    assert llm.config.max_num_seqs is not None
-    size = next(size for size in decode_sizes(llm.config.max_num_seqs) if size >= batch)
-    shape = Shape(size, size, is_decode=True)
-    if graphs is None or not graphs.has(shape, "sample"):
+    def see(*graph: object) -> None:
+        seen.append(graph)
+        replay(*graph)
+
+    graphs.replay = see
+    try:
+        llm.engine.step()
+    finally:
+        del graphs.replay
+    if not seen:
         return None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     for index in range(NUM_REPLAYS + 3):
         if index == 3:
             start.record()
-        graphs.replay(shape, "sample")
+        replay(*seen[-1])
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / NUM_REPLAYS

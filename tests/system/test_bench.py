@@ -93,7 +93,7 @@ def test_profile_prints_tables(tiny_model: Any, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--context", "60"], "batch 1 and context 60 need 72 tokens a request and max_model_len"),
+        (["--context", "60"], "batch 1 and context 60 need 74 tokens a request and max_model_len"),
         (["--batch", "5"], "batch 5 and context 4 need 5 requests at once and max_num_seqs"),
         (["--trace", "x.txt"], "--trace x.txt must end in .json or .json.gz"),
     ],

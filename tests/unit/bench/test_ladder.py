@@ -74,9 +74,11 @@ def test_stages_differ_in_what_they_are_about_only(monkeypatch: pytest.MonkeyPat
         assert (config.max_num_seqs, config.max_model_len, config.seed) == (1, 64 + 8 + 1, 7)
         assert (config.kernels, config.overlap, config.cpu_graph) == ("plain", "off", "off")
     for _, config in lines_of(
-        monkeypatch, seconds, [16, 64], max_model_len=128, max_num_seqs=4, block_size=32
+        monkeypatch, seconds, [16, 64], max_model_len=128, max_num_seqs=4, num_kv_blocks=32
     ):
-        assert (config.max_num_seqs, config.max_model_len, config.block_size) == (4, 128, 32)
+        assert (config.max_num_seqs, config.max_model_len) == (4, 128)
+        # The other caches have no blocks and refuse the option.
+        assert config.num_kv_blocks == (32 if config.kv == "paged" else None)
 
 
 def test_the_ladder_of_a_gpu_ends_with_the_defaults() -> None:

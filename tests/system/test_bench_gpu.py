@@ -1,0 +1,54 @@
+"""Measuring on a GPU: that every figure is there and hangs together. How fast it is, records say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pico_vllm.cli import main
+
+pytestmark = pytest.mark.gpu
+
+MODEL = ["--model", "qwen3-0.6b", "--load-format", "dummy", "--gpu-memory-utilization", "0.3"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *command: str) -> list[dict[str, Any]]:
+    assert main.run([*command, "--json"]) == 0, capsys.readouterr().err
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step is no faster than reading, and the host's part of it shorter than the whole."""
+    startup, decode = run(capsys, "bench", "engine", *MODEL, "--only", "decode-b1")
+    assert startup["startup_s"] > 0 and startup["gpu"] and startup["driver"]
+    assert 0 < decode["pct_of_read_limit"] < 100
+    assert 0 < decode["host_ms_per_step"] < decode["ms_per_step"]
+    assert decode["config_kernels"] == "triton" and decode["config_overlap"] == "on"
+
+
+def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kernel stays below the limit of its run."""
+    sizes = ["--model", "qwen3-0.6b", "--rows", "1,8", "--context", "640"]
+    lines = run(capsys, "bench", "kernels", *sizes)
+    assert len({line["kernel"] for line in lines}) == 10
+    assert all(0 < line["pct_of_limit"] < 105 for line in lines)
+    assert all(line["twin_us"] > 0 for line in lines)
+
+
+def test_ladder(capsys: pytest.CaptureFixture[str]) -> None:
+    """All six stages fit one after the other; a cache beats none."""
+    lines = run(capsys, "bench", "ladder", *MODEL, "--context", "16,1024")
+    step_ms = {(line["stage"], line["context"]): line["ms_per_step"] for line in lines}
+    assert len(step_ms) == 12 and all(value > 0 for value in step_ms.values())
+    assert step_ms["overlap", 1024] < step_ms["no cache", 1024]
+
+
+def test_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step is one graph and few copies; alone it takes no longer than the step."""
+    (found,) = run(capsys, "profile", *MODEL, "--batch", "4", "--context", "100")
+    assert 0 < found["replay_ms"] < found["ms_per_step"] * 1.1
+    assert 0 < found["busy_ms"] <= found["traced_ms_per_step"] * 1.01
+    assert found["launches"] < 10 < found["works"]
+    assert sum(share["pct"] for share in found["shares"]) == pytest.approx(100, abs=0.5)
