@@ -29,6 +29,8 @@ class DeviceFeed:
     sample_at: Tensor
     """[R] int32, the token after which each request's next one comes"""
     block_size: int
+    is_long: bool
+    """Whether decoding requests may have long contexts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from pico_vllm.bench.limits import cuda_ms
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.kernels.head_sample import HeadScratch, head_sample, head_sample_reference
 from pico_vllm.kernels.paged_decode import (
+    LONG_CONTEXT,
     DecodeScratch,
     paged_decode_reference,
     rope_paged_decode,
@@ -344,7 +345,7 @@ def decode_attention_case(sizes: Sizes, rows: int, context: int) -> KernelCase:
         k_BGSD, v_BGSD, table = layer_and_table(index)
         return rope_paged_decode(
             qkv_RND, rope.cos_PD, rope.sin_PD, k_BGSD, v_BGSD, tables[table], table_rows, seq_lens,
-            scale=scale, scratch=scratch, **ours_norm,
+            scale=scale, scratch=scratch, is_long=context >= LONG_CONTEXT, **ours_norm,
         )  # fmt: skip
 
     def twin(index: int) -> Tensor:

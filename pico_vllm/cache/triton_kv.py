@@ -61,6 +61,7 @@ class TritonStep:
         self._kv = kv
         self._batch = batch
         self._table_rows = batch.feed.table_rows
+        self._is_long = batch.feed.is_long
         self._is_decode = batch.num_decodes == batch.num_tokens
 
     def rotate_and_attend(
@@ -75,6 +76,7 @@ class TritonStep:
                 qkv_TND, *kv.cos_sin, k_BGSD, v_BGSD,
                 batch.block_table, self._table_rows, batch.seq_lens,
                 scale=kv.scale, scratch=kv.scratch, q_norm_D=q_norm, k_norm_D=k_norm, eps=eps,
+                is_long=self._is_long,
             )  # fmt: skip
         q_rot_THD = rope_store_kv(
             qkv_TND, *kv.cos_sin, batch.positions, batch.slot_mapping, k_BGSD, v_BGSD,

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from pico_vllm.engine.device_batch import Shape
+from pico_vllm.kernels.paged_decode import LONG_CONTEXT
 from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,9 @@ class CudaGraphs:
         num_requests, num_tokens = len(plan.rows), plan.num_tokens
         if plan.num_decodes == num_requests:
             size = _at_least(self._decode_sizes, num_requests)
-            return None if size is None else Shape(size, size, is_decode=True)
+            if size is None:
+                return None
+            return Shape(size, size, is_decode=True, is_long=is_long(plan))
         tokens = _at_least(self._token_sizes, num_tokens)
         requests = _at_least(self._request_sizes, num_requests)
         if tokens is None or requests is None:
@@ -105,6 +108,11 @@ class CudaGraphs:
         """Before the memory that graphs refer to goes away."""
         self._graphs.clear()
         self._pool = None
+
+
+def is_long(plan: StepPlan) -> bool:
+    """Whether a step that decodes alone has a context that is worth more splits."""
+    return bool(plan.context_lens.max() >= LONG_CONTEXT)
 
 
 def _at_least(sizes: list[int], wanted: int) -> int | None:

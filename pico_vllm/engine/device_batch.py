@@ -37,6 +37,8 @@ class Shape:
     num_tokens: int
     num_requests: int
     is_decode: bool
+    is_long: bool = False
+    """Decoding with long contexts, which attention cuts otherwise."""
 
     def fields(self) -> list[slice]:
         """Where the fields of a packed copy lie, in words: each starts at 16 bytes, since kernels
@@ -244,6 +246,7 @@ class DeviceBatchBuilder:
                 last_tokens=self.last_tokens_W,
                 sample_at=sample_at,
                 block_size=self._block_size,
+                is_long=shape.is_long,
             ),
         )
         return _ForShape(

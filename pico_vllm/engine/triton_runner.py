@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pico_vllm.cache.triton_kv import TritonKV
-from pico_vllm.engine.cuda_graph import CudaGraphs, Tail
+from pico_vllm.engine.cuda_graph import CudaGraphs, Tail, is_long
 from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
 from pico_vllm.engine.model_runner import PendingResult, ReadyResult
 from pico_vllm.engine.prompt_logprobs import PromptLogprobs
@@ -233,4 +233,7 @@ class TritonRunner:
 
 def _exact_shape(plan: StepPlan) -> Shape:
     num_requests = len(plan.rows)
-    return Shape(plan.num_tokens, num_requests, is_decode=plan.num_decodes == num_requests)
+    is_decode = plan.num_decodes == num_requests
+    return Shape(
+        plan.num_tokens, num_requests, is_decode=is_decode, is_long=is_decode and is_long(plan)
+    )

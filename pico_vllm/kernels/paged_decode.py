@@ -6,7 +6,8 @@ B blocks in pool, S block_size, W rows of the block table, M its width
 A program takes one (request, KV head, split): all query heads that share the KV head use the same
 loads, and long contexts are cut into splits. The number of programs does not depend on the lengths,
 so that a CUDA graph can hold the launch: programs whose split is empty leave at once. The program
-that finishes a (request, KV head) last adds up its splits, in their order.
+that finishes a (request, KV head) last adds up its splits, in their order; where there may be more
+than MAX_SPLITS_IN_PLACE, for few requests with long contexts, a second kernel does, head by head.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from torch import Tensor
 from pico_vllm.kernels.launch import (
     launch_options,
     let_next_start,
-    prefetch_share_to_l2,
     wait_for_inputs,
 )
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 64
-"""More than this and adding up takes longer than it saves."""
-NUM_SHARES = 120
-"""Programs that prefetch."""
+MAX_SPLITS_IN_PLACE = 16
+"""More than this and one program adding them up takes longer than a second kernel."""
+MAX_SPLITS = 128
+LONG_CONTEXT = 2048
+"""Tokens from which on more splits pay."""
 
 
 def paged_decode_reference(
@@ -96,26 +97,19 @@ def _kv_tile(
 def _paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, out_ptr,
     partial_ptr, stats_ptr, counter_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, next_ptr,
-    scale_log2, eps, next_bytes,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+    scale_log2, eps,
     q_stride, block_stride, head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     GROUP_POW2: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, UNROLL: tl.constexpr,
-    NUM_SHARES: tl.constexpr, NUM_THREADS: tl.constexpr,
+    MOST_IN_PLACE: tl.constexpr,
     IS_FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(USE_PDL)
     pid = tl.program_id(0)
-    num_pairs = (tl.num_programs(0) - NUM_SHARES) // NUM_SPLITS
     pair, split = pid // NUM_SPLITS, pid % NUM_SPLITS
-    if NUM_SHARES > 0:  # noqa: SIM102  one is known when compiling
-        if pair >= num_pairs:
-            share = pid - num_pairs * NUM_SPLITS
-            prefetch_share_to_l2(next_ptr, next_bytes, share, NUM_SHARES, NUM_THREADS)
-            wait_for_inputs(USE_PDL)
-            return
     r, g = pair // NUM_KV_HEADS, pair % NUM_KV_HEADS
     # Lengths, tables and the KV of earlier steps lie complete before the step's first kernel.
     seq_len = tl.load(seq_lens_ptr + r)
@@ -192,13 +186,15 @@ def _paged_decode_kernel(
         highest = new_highest
         k, v = next_k, next_v
 
-    if num_used > 1:
+    if (num_used > 1) | (NUM_SPLITS > MOST_IN_PLACE):
         stats_ptr += pair * NUM_SPLITS * GROUP * 2
         partial_ptr += pair.to(tl.int64) * NUM_SPLITS * GROUP * D
         tl.store(stats_ptr + (split * GROUP + heads) * 2, highest, mask=head_mask)
         tl.store(stats_ptr + (split * GROUP + heads) * 2 + 1, total, mask=head_mask)
         partials = partial_ptr + (split * GROUP + heads[:, None]) * D + d[None, :]
         tl.store(partials, acc, mask=hd_mask)
+        if NUM_SPLITS > MOST_IN_PLACE:
+            return
         tl.debug_barrier()  # all threads have stored before one of them says so
         num_done = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
         if num_done < num_used - 1:
@@ -252,6 +248,39 @@ def _add_splits(
     )
 
 
+@triton.jit
+def _combine_kernel(
+    partial_ptr, stats_ptr, seq_lens_ptr, out_ptr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_FUSED: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one request: all its splits at once."""
+    let_next_start(USE_PDL)
+    pair, head = tl.program_id(0), tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + pair // NUM_KV_HEADS)
+    num_tiles = tl.cdiv(seq_len - IS_FUSED, BLOCK_N)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
+    num_used = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
+    d, split = tl.arange(0, D_PAD), tl.arange(0, NUM_SPLITS)
+    is_used = split < num_used
+    at = (pair.to(tl.int64) * NUM_SPLITS + split) * GROUP + head
+    wait_for_inputs(USE_PDL)
+    if seq_len == 0:
+        return
+    highest = tl.load(stats_ptr + at * 2, mask=is_used, other=float("-inf"))
+    totals = tl.load(stats_ptr + at * 2 + 1, mask=is_used, other=0.0)
+    part = tl.load(
+        partial_ptr + at[:, None] * D + d[None, :],
+        mask=is_used[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    weight = tl.exp2(highest - tl.max(highest, axis=0))
+    acc = tl.sum(part * weight[:, None], axis=0) / tl.sum(totals * weight, axis=0)
+    out_ptrs = out_ptr + (pair.to(tl.int64) * GROUP + head) * D + d
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
     """Where splits leave their part until they are added up. One serves all layers of a step: a
@@ -274,7 +303,7 @@ class DecodeScratch:
         device: torch.device,
     ) -> DecodeScratch:
         most = max(
-            num_requests * num_splits(num_requests, num_kv_heads)
+            num_requests * num_splits(num_requests, num_kv_heads, is_long=True)
             for num_requests in range(1, max_requests + 1)
         )
         return cls(
@@ -284,10 +313,12 @@ class DecodeScratch:
         )
 
 
-def num_splits(num_requests: int, num_kv_heads: int) -> int:
-    """Enough programs for two on each of some 132 multiprocessors, whatever the lengths."""
+def num_splits(num_requests: int, num_kv_heads: int, *, is_long: bool) -> int:
+    """Enough programs for two on each of some 132 multiprocessors; is_long: there may be contexts
+    of LONG_CONTEXT or more."""
     wanted = 264 // (num_requests * num_kv_heads)
-    return max(1, min(MAX_SPLITS, 1 << (wanted.bit_length() - 1) if wanted else 1))
+    most = MAX_SPLITS if is_long else MAX_SPLITS_IN_PLACE
+    return max(1, min(most, 1 << (wanted.bit_length() - 1) if wanted else 1))
 
 
 def tile_options(row_bytes: int) -> dict[str, int]:
@@ -305,6 +336,7 @@ def paged_decode(
     *,
     scale: float,
     scratch: DecodeScratch,
+    is_long: bool = True,
 ) -> Tensor:
     """Attend one new token per request over its paged KV, which is stored already.
 
@@ -314,6 +346,7 @@ def paged_decode(
         block_table    [W, M] int32; entries past ceil(seq_len / S) are never read
         rows_R         int32, the row of the table that belongs to each request
         seq_lens_R     int32, tokens, counting the token being decoded
+        is_long        whether to cut few requests into more splits; right for any lengths
         returns        [R, H, D], dtype of q; softmax and sums in fp32
 
     Raises:
@@ -329,7 +362,16 @@ def paged_decode(
     if q_RHD.stride(1) != head_dim or q_RHD.stride(2) != 1:
         raise ValueError(f"q has strides {q_RHD.stride()}; its heads must be contiguous")
     return _launch(
-        q_RHD, num_heads, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, scale, scratch
+        q_RHD,
+        num_heads,
+        k_BGSD,
+        v_BGSD,
+        block_table_WM,
+        rows_R,
+        seq_lens_R,
+        scale,
+        scratch,
+        is_long,
     )
 
 
@@ -348,15 +390,13 @@ def rope_paged_decode(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
-    prefetch: Tensor | None = None,
+    is_long: bool = True,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and paged_decode in one.
 
     Shapes:
         qkv_RND        the fused projection, contiguous: a token's H queries, G keys, G values
         cos/sin_PD     fp32 tables by position; sin with the minus sign in its first half
-        prefetch       anything contiguous; its bytes are brought to L2 by programs of their own,
-                       since attention of few requests leaves the memory idle
         the rest       as paged_decode; the pool is written at position seq_len - 1 of each request
 
     Raises:
@@ -382,8 +422,8 @@ def rope_paged_decode(
         seq_lens_R,
         scale,
         scratch,
+        is_long,
         rope,
-        prefetch,
     )
 
 
@@ -397,13 +437,13 @@ def _launch(
     seq_lens_R: Tensor,
     scale: float,
     scratch: DecodeScratch,
+    is_long: bool,
     rope: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float] | None = None,
-    prefetch: Tensor | None = None,
 ) -> Tensor:
     num_requests, head_dim = q.shape[0], q.shape[2]
     num_kv_heads, block_size = k_BGSD.shape[1:3]
     _check(q, num_heads, k_BGSD, v_BGSD)
-    splits = num_splits(num_requests, num_kv_heads)
+    splits = num_splits(num_requests, num_kv_heads, is_long=is_long)
     needed = num_requests * splits * num_heads * head_dim
     if scratch.partials.numel() < needed or scratch.counters.numel() < num_requests * num_kv_heads:
         raise ValueError(
@@ -416,21 +456,25 @@ def _launch(
     group = num_heads // num_kv_heads
     head_dim_pad = triton.next_power_of_2(head_dim)
     tile = tile_options(head_dim_pad * q.dtype.itemsize)
-    num_shares = 0 if prefetch is None or not options["USE_PDL"] else NUM_SHARES
-    _paged_decode_kernel[(num_requests * num_kv_heads * splits + num_shares,)](
+    heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim, "D_PAD": head_dim_pad}
+    cut = {"NUM_SPLITS": splits, "BLOCK_N": tile["BLOCK_N"], "IS_FUSED": rope is not None}
+    _paged_decode_kernel[(num_requests * num_kv_heads * splits,)](
         q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, out_RHD,
         scratch.partials, scratch.stats, scratch.counters,
         cos, sin, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
-        q if prefetch is None else prefetch,
-        scale * LOG2_E, eps, 0 if prefetch is None else prefetch.nbytes,
+        scale * LOG2_E, eps,
         q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        GROUP_POW2=triton.next_power_of_2(group), D=head_dim, D_PAD=head_dim_pad, S=block_size,
-        NUM_SPLITS=splits, NUM_SHARES=num_shares, NUM_THREADS=32 * tile["num_warps"],
-        IS_FUSED=rope is not None, HAS_NORM=q_norm is not None,
+        GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        GROUP_POW2=triton.next_power_of_2(group), S=block_size,
+        MOST_IN_PLACE=MAX_SPLITS_IN_PLACE, HAS_NORM=q_norm is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **tile, **options,
+        **heads, **(tile | cut), **options,
     )  # fmt: skip
+    if splits > MAX_SPLITS_IN_PLACE:
+        _combine_kernel[(num_requests * num_kv_heads, group)](
+            scratch.partials, scratch.stats, seq_lens_R, out_RHD,
+            **heads, **cut, num_warps=8, **options,
+        )  # fmt: skip
     return out_RHD
 
 

@@ -23,9 +23,6 @@ from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_in
 from pico_vllm.kernels.rms_norm import rms_norm
 
 MAX_ROWS = 64
-MAX_NORM_ROWS = 32
-"""Above it x is normalised by a kernel of its own for wide weights: the squares would take too many
-registers."""
 
 
 def small_linear_reference(
@@ -313,43 +310,51 @@ class LinearScratch:
 
 def is_gemv(M: int, N: int, K: int) -> bool:
     """Whether few enough rows, of few enough features, for multiplying and adding in registers."""
-    return M == 1 or (K <= 2048 and (M == 2 or (M <= 4 and N < 8192)))
+    if K > 2048:
+        return M == 1 and N < 65536
+    return M <= 2 or (M <= 4 and N < 8192)
 
 
-def gemv_options(N: int, K: int, itemsize: int, has_silu_mul: bool) -> dict[str, int]:
+def keeps_norm(M: int, N: int, K: int) -> bool:
+    """Whether the tl.dot kernel normalises x itself. Its squares take registers, and its way
+    through registers the pipeline through shared memory: from some size on a kernel before it is
+    cheaper."""
+    if N < 8192:
+        return K <= 2048
+    return M <= (32 if K <= 2048 and N < 65536 else 16)
+
+
+def gemv_options(
+    N: int, K: int, itemsize: int, has_norm: bool, has_silu_mul: bool
+) -> dict[str, int]:
     """Tile and warps of the GEMV. A warp reads 512 bytes of a row at once."""
     width = 512 // itemsize
     if 8 * width < K:
-        num_early = min(3, -(-K // (8 * width)))
-        tile = {"BLOCK_N": 1 + has_silu_mul, "BLOCK_K": 8 * width, "NUM_EARLY": num_early}
-        return {**tile, "GROUP": 2, "num_warps": 8}
-    tile = {"BLOCK_K": width, "NUM_EARLY": -(-K // width), "GROUP": 1}
+        tile = {"BLOCK_N": 2 if has_silu_mul or N > 4096 else 1, "BLOCK_K": 8 * width}
+        return {**tile, "NUM_EARLY": min(3, -(-K // (8 * width))), "GROUP": 2, "num_warps": 8}
+    block_n, num_warps = 2, 1
     if N >= 65536:
-        return {"BLOCK_N": 8, **tile, "num_warps": 4}
-    return {"BLOCK_N": 2, **tile, "num_warps": 1}
+        block_n, num_warps = 8, 4
+    elif not has_norm:  # with it, what crosses the two warps would be two sums
+        width, num_warps = 2 * width, 2
+    tile = {"BLOCK_N": block_n, "BLOCK_K": width, "NUM_EARLY": -(-K // width), "GROUP": 1}
+    return {**tile, "num_warps": num_warps}
 
 
 def skinny_options(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> dict[str, int]:
     """Tile, splits, stages and warps of the tl.dot kernel.
 
-    A few large tiles, at most one a multiprocessor, for weights of few rows; else one wave of small
-    ones. Norm goes through registers: there the pipeline through shared memory gains nothing.
+    Weights of few rows are cut along K into at most one program a multiprocessor, with large tiles.
     """
-    if N >= 8192:
-        num_splits = 1
-        if M <= 32:
-            block_n, block_k, num_stages, num_warps = 64, 128, 1, 4
-        else:
-            block_n, block_k, num_stages, num_warps = 128, 64, 4, 4
-    else:
-        block_n = 64
+    block_n, num_splits = 64, 1
+    if N < 8192:
         num_splits = max(1, min(K // 512, 132 // -(-N // block_n)))
-        if has_norm:
-            block_k, num_stages, num_warps = 256, 1, 8
-        elif K <= 2048:
-            block_k, num_stages, num_warps = 128, 4, 4
-        else:
-            block_k, num_stages, num_warps = 256, 3, 4
+    if has_norm:
+        block_k, num_stages, num_warps = (256, 1, 8) if N < 8192 else (128, 1, 4)
+    elif N >= 8192:
+        block_k, num_stages, num_warps = 64, 4, 4
+    else:
+        block_k, num_stages, num_warps = (128, 4, 4) if K <= 2048 else (256, 3, 4)
     block_k = max(16, min(block_k * 2 // itemsize, triton.next_power_of_2(K)))
     return {
         "BLOCK_M": max(16, triton.next_power_of_2(M)), "BLOCK_N": block_n, "BLOCK_K": block_k,
@@ -358,8 +363,10 @@ def skinny_options(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> dic
 
 
 def beats_cublas(M: int, N: int, K: int) -> bool:
-    """Whether small_linear is the faster way for M rows and a weight [N, K]."""
-    return M <= MAX_ROWS
+    """Whether small_linear is faster than a plain product and the kernels around it, for M rows and
+    a weight [N, K]. Measured on an H200 for Qwen2.5-1.5B, Qwen3-0.6B and Llama-3.1-8B, of which the
+    fused projection (6144, 4096) is where it is not from two rows on."""
+    return M <= MAX_ROWS and (M == 1 or K <= 2048 or not 4096 < N < 8192)
 
 
 def small_linear(
@@ -403,7 +410,8 @@ def small_linear(
         out = torch.empty((M, num_out), dtype=x_MK.dtype, device=x_MK.device)
     elif out.shape != (M, num_out) or out.dtype != x_MK.dtype or not out.is_contiguous():
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {x_MK.dtype} {(M, num_out)}")
-    if norm_K is not None and M > MAX_NORM_ROWS and N >= 8192:
+    uses_gemv = is_gemv(M, N, K)
+    if norm_K is not None and not uses_gemv and not keeps_norm(M, N, K):
         x_MK, norm_K = rms_norm(x_MK, norm_K, eps), None
     options: dict[str, Any] = launch_options(x_MK.device)
     flags = {
@@ -420,8 +428,8 @@ def small_linear(
         x_MK if residual_MN is None else residual_MN,
         out,
     )
-    if is_gemv(M, N, K):
-        tile = gemv_options(N, K, x_MK.element_size(), has_silu_mul)
+    if uses_gemv:
+        tile = gemv_options(N, K, x_MK.element_size(), norm_K is not None, has_silu_mul)
         num_tiles = -(-N // tile["BLOCK_N"])
         _gemv_kernel[(num_tiles,)](
             *inputs, eps, M, NUM_OUT=num_out, K=K, ROWS=triton.next_power_of_2(M),

@@ -68,6 +68,7 @@ def check(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    is_long: bool = False,
 ) -> None:
     case = paged_case(
         seq_lens,
@@ -92,7 +93,7 @@ def check(
     for _ in range(2):  # the second launch meets the counters that the first one left
         out = paged_decode(
             q_RHD.to(DEVICE), it.k_BGSD, it.v_BGSD, it.table, it.rows, it.seq_lens,
-            scale=scale, scratch=it.scratch,
+            scale=scale, scratch=it.scratch, is_long=is_long,
         )  # fmt: skip
         torch.testing.assert_close(
             out.cpu().float(), expected, atol=ALLOWED[dtype], rtol=ALLOWED[dtype]
@@ -114,16 +115,22 @@ def test_shapes(group: int, head_dim: int, block_size: int) -> None:
     check([33, 70], group=group, head_dim=head_dim, block_size=block_size)
 
 
+@pytest.mark.parametrize("seq_lens", [[300], [0, 129]])
+def test_splits_for_long_contexts(seq_lens: list[int]) -> None:
+    """Splits that a second kernel adds up give the same."""
+    check(seq_lens, num_kv_heads=1, is_long=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(ALLOWED))
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8])
+@pytest.mark.parametrize(("block_size", "group"), [(8, 1), (16, 6), (32, 7), (64, 2), (16, 8)])
 def test_grid(dtype: torch.dtype, head_dim: int, block_size: int, group: int) -> None:
-    """Every head dim, block size, GQA ratio and dtype, with one split and with many."""
+    """Every head dim, block size and dtype, GQA ratios 1 to 8, with one split and with many."""
     shape = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
     check([1, 0, block_size - 1, block_size, block_size + 1, 1500], **shape)
     check([5000], **shape)
+    check([5000], is_long=True, **shape)
     check([7, 300, 129, 64] * 40, **shape)
 
 
@@ -145,7 +152,7 @@ class Fused:
         return rope_paged_decode(
             self.qkv_RND, self.rope.cos_PD, self.rope.sin_PD, it.k_BGSD, it.v_BGSD, it.table,
             it.rows, it.seq_lens, scale=self.scale, scratch=it.scratch,
-            q_norm_D=q_norm, k_norm_D=k_norm, eps=1e-6,
+            q_norm_D=q_norm, k_norm_D=k_norm, eps=1e-6, is_long=False,
         )  # fmt: skip
 
 
@@ -250,7 +257,8 @@ def test_offsets_beyond_two_to_the_31() -> None:
 
 def test_number_of_splits_depends_on_the_batch_alone() -> None:
     """Few requests are cut into many splits, many into one."""
-    assert [num_splits(n, 2) for n in (1, 2, 8, 32, 256)] == [64, 64, 16, 4, 1]
+    for is_long, expected in ((True, [128, 64, 16, 4, 1]), (False, [16, 16, 16, 4, 1])):
+        assert [num_splits(n, 2, is_long=is_long) for n in (1, 2, 8, 32, 256)] == expected
 
 
 def test_bad_shapes_are_refused() -> None:
