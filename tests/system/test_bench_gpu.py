@@ -1,4 +1,4 @@
-"""Measuring on a GPU: that every figure is there and hangs together. How fast it is, records say."""
+"""Measuring on a GPU: every figure is there and they agree. How fast it is, records say."""
 
 from __future__ import annotations
 
