@@ -321,7 +321,8 @@ def keeps_norm(M: int, N: int, K: int) -> bool:
     cheaper."""
     if N < 8192:
         return K <= 2048
-    return M <= (32 if K <= 2048 and N < 65536 else 16)
+    most = 32 if K <= 2048 and N < 65536 else 16
+    return most >= M
 
 
 def gemv_options(

@@ -14,8 +14,9 @@ from pico_vllm.kernels import small_linear as module
 from pico_vllm.kernels.small_linear import LinearScratch, small_linear, small_linear_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LEAST_ALLOWED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Of the largest value: the rounding of one result, where the PyTorch op happens to hit."""
+LEAST_ALLOWED = {torch.float32: 8e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Of the largest value, where the PyTorch op happens to hit: the rounding of one result; in fp32 a
+sum of up to 8960 products one after another, which in silu(gate) * up counts twice."""
 
 
 @dataclass
