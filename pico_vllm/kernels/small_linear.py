@@ -312,7 +312,7 @@ def is_gemv(M: int, N: int, K: int) -> bool:
     """Whether few enough rows, of few enough features, for multiplying and adding in registers."""
     if K > 2048:
         return M == 1 and N < 65536
-    return M <= 2 or (M <= 4 and N < 8192)
+    return M == 1 or (M == 2 and N < 65536) or (M <= 4 and N < 8192)
 
 
 def keeps_norm(M: int, N: int, K: int) -> bool:
