@@ -169,6 +169,13 @@ def plan_decode(
     """Once per step on the host. block_table [R, M], seq_lens [R]; tile_tokens: see tiles.py."""
     requests, first_blocks, lengths, num_pieces = _entries(seq_lens, block_size, tile_tokens)
     plan = DecodePlan(block_size, tile_tokens, num_pieces)
+    longest = int(lengths.max(initial=0))
+    is_batch = len(lengths) == len(seq_lens) and bool((num_pieces == 1).all())
+    if is_batch and longest and len(lengths) * longest - int(lengths.sum()) <= SPLIT_TOKENS:
+        # The usual step: all requests whole and of similar length.
+        blocks = block_table[:, : -(-longest // block_size)].astype(np.int64)
+        plan.groups.append(DecodeGroup(requests, blocks, lengths))
+        return plan
     by_length = np.argsort(-lengths, kind="stable")
     while len(by_length):
         descending = lengths[by_length]
