@@ -62,27 +62,60 @@ class TritonStep:
         self._batch = batch
         self._table_rows = batch.feed.table_rows
         self._is_long = batch.feed.is_long
-        self._is_decode = batch.num_decodes == batch.num_tokens
+        self._starts: Tensor | None = None
 
     def rotate_and_attend(
         self, layer: int, qkv_TND: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None
     ) -> Tensor:
         """Write this step's KV of one layer, then attend over it and over what was cached."""
+        n = self._batch.num_decodes
+        if n == self._batch.num_tokens:
+            return self._decode(layer, qkv_TND, qk_norm, n)
+        if n == 0:
+            return self._extend(layer, qkv_TND, qk_norm, 0)
+        decoded = self._decode(layer, qkv_TND[:n], qk_norm, n)
+        return torch.cat((decoded, self._extend(layer, qkv_TND[n:], qk_norm, n)))
+
+    def _decode(
+        self,
+        layer: int,
+        qkv_RND: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+        n: int,
+    ) -> Tensor:
+        """The first n requests, one token each."""
+        kv, batch = self._kv, self._batch
+        q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
+        return rope_paged_decode(
+            qkv_RND, *kv.cos_sin, *kv.layers[layer],
+            batch.block_table, self._table_rows[:n], batch.seq_lens[:n],
+            scale=kv.scale, scratch=kv.scratch, q_norm_D=q_norm, k_norm_D=k_norm, eps=eps,
+            is_long=self._is_long,
+        )  # fmt: skip
+
+    def _extend(
+        self,
+        layer: int,
+        qkv_TND: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+        n: int,
+    ) -> Tensor:
+        """The requests after the first n, whose tokens these are."""
         kv, batch = self._kv, self._batch
         k_BGSD, v_BGSD = kv.layers[layer]
         q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
-        if self._is_decode:
-            return rope_paged_decode(
-                qkv_TND, *kv.cos_sin, k_BGSD, v_BGSD,
-                batch.block_table, self._table_rows, batch.seq_lens,
-                scale=kv.scale, scratch=kv.scratch, q_norm_D=q_norm, k_norm_D=k_norm, eps=eps,
-                is_long=self._is_long,
-            )  # fmt: skip
         q_rot_THD = rope_store_kv(
-            qkv_TND, *kv.cos_sin, batch.positions, batch.slot_mapping, k_BGSD, v_BGSD,
+            qkv_TND, *kv.cos_sin, batch.positions[n:], batch.slot_mapping[n:], k_BGSD, v_BGSD,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
+        starts = batch.query_start_loc if n == 0 else self._extend_starts(n)
         return paged_prefill(
-            q_rot_THD, k_BGSD, v_BGSD, batch.block_table, self._table_rows,
-            batch.query_start_loc, batch.seq_lens, scale=kv.scale,
+            q_rot_THD, k_BGSD, v_BGSD, batch.block_table, self._table_rows[n:], starts,
+            batch.seq_lens[n:], scale=kv.scale,
         )  # fmt: skip
+
+    def _extend_starts(self, n: int) -> Tensor:
+        """query_start_loc counted from the first token after n decoding requests."""
+        if self._starts is None:
+            self._starts = self._batch.query_start_loc[n:] - n
+        return self._starts

@@ -111,8 +111,8 @@ class CudaGraphs:
 
 
 def is_long(plan: StepPlan) -> bool:
-    """Whether a step that decodes alone has a context that is worth more splits."""
-    return bool(plan.context_lens.max() >= LONG_CONTEXT)
+    """Whether a decoding request has a context that is worth more splits."""
+    return bool(plan.context_lens[: plan.num_decodes].max() >= LONG_CONTEXT)
 
 
 def _at_least(sizes: list[int], wanted: int) -> int | None:

@@ -39,6 +39,8 @@ class Shape:
     is_decode: bool
     is_long: bool = False
     """Decoding with long contexts, which attention cuts otherwise."""
+    num_decodes: int = 0
+    """Of a mixed batch made for one step: its first requests decode."""
 
     def fields(self) -> list[slice]:
         """Where the fields of a packed copy lie, in words: each starts at 16 bytes, since kernels
@@ -236,7 +238,7 @@ class DeviceBatchBuilder:
             block_table=self.block_table_WM,
             seq_lens=seq_lens,
             query_start_loc=starts,
-            num_decodes=T if shape.is_decode else 0,
+            num_decodes=T if shape.is_decode else shape.num_decodes,
             rows=NO_ROWS,
             context_lens=NO_ROWS,
             query_lens=NO_ROWS,

@@ -12,9 +12,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.hf_keys import show
+from pico_vllm.engine.host_clock import HostClock
 from pico_vllm.engine.model_runner import PendingResult, Runner
 from pico_vllm.errors import (
     ContextLengthError,
@@ -52,6 +54,7 @@ class Engine:
         self._runner = runner
         self.eos_token_ids = frozenset(eos_token_ids)
         self._request_numbers = itertools.count()
+        self.host_clock = HostClock()
         self._in_flight: tuple[StepPlan, PendingResult] | None = None
         self._undelivered: StepEvents | None = None
         """Of a step that an interrupt ended: the next step tells whose requests were lost."""
@@ -74,13 +77,10 @@ class Engine:
                 "one of them for the answer; shorten the prompt",
                 param="prompt",
             )
-        for index, token_id in enumerate(prompt_token_ids):
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-                raise TokenOutOfRangeError(
-                    f"prompt token {index} is {show(token_id)}; ids are whole numbers from 0 to "
-                    f"{self.vocab_size - 1}",
-                    param="prompt",
-                )
+        # Three passes in C take a fifth of one in Python: 0.3 ms for 8,192 tokens.
+        is_all_int = set(map(type, prompt_token_ids)) == {int}
+        if not is_all_int or min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
+            self._refuse_token(prompt_token_ids)
         room = self.max_model_len - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:
             raise ContextLengthError(
@@ -112,6 +112,18 @@ class Engine:
                         param=name,
                     )
         return room if params.max_tokens is None else params.max_tokens
+
+    def _refuse_token(self, prompt_token_ids: Sequence[int]) -> NoReturn:
+        index = next(
+            index
+            for index, token_id in enumerate(prompt_token_ids)
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size
+        )
+        raise TokenOutOfRangeError(
+            f"prompt token {index} is {show(prompt_token_ids[index])}; ids are whole numbers from "
+            f"0 to {self.vocab_size - 1}",
+            param="prompt",
+        )
 
     def add_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, sample_index: int = 0
@@ -159,14 +171,20 @@ class Engine:
         plan = None
         try:
             plan = self._scheduler.schedule()
-            launched = None if plan is None else (plan, self._runner.launch(plan))
+            launched = None
+            if plan is not None:
+                launched = (plan, self._runner.launch(plan))
+                self.host_clock.launched()
             if self.config.overlap == "on":
                 # The step just launched stays under way while the one before it is committed.
                 launched, self._in_flight = self._in_flight, launched
             if launched is None:
+                self.host_clock.idle()
                 return StepEvents()
             plan, pending = launched
-            events = self._scheduler.commit(plan, pending.result())
+            result = pending.result()
+            self.host_clock.received()
+            events = self._scheduler.commit(plan, result)
         except Exception:
             events = self._scheduler.fail(plan)
             logger.exception("step_failed num_requests=%d", len(events.request_ids))

@@ -242,10 +242,7 @@ def load_weights(
         progress=progress,
     )
     assert config.max_model_len is not None
-    model = MODELS[model_config.architecture](model_config, loader, config.max_model_len)
-    if config.kernels == "triton":
-        triton_loading.link_weights(model)
-    return model
+    return MODELS[model_config.architecture](model_config, loader, config.max_model_len)
 
 
 def _warn_of_shorter_window(

@@ -31,7 +31,7 @@ class KVCache(Protocol):
 class Model(Protocol):
     vocab_size: int
 
-    def forward(self, batch: ForwardBatch, kv: KVStep) -> Tensor: ...
+    def forward(self, batch: ForwardBatch, kv: KVStep, wanted: Tensor | None = None) -> Tensor: ...
 
     def logits(self, hidden_NE: Tensor) -> Tensor: ...
 
@@ -88,9 +88,18 @@ class ModelRunner:
         kv_step = self._kv.for_step(batch)
         if self._graphs is not None and isinstance(kv_step, DecodeStep):
             hidden_TE = self._graphs.forward(batch, kv_step)
+            prompt_logprobs = {}
         else:
-            hidden_TE = self._model.forward(batch, kv_step)
-        prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE)
+            # Only the last tokens go through the rest of the last layer, unless all are asked for.
+            wants_all = self._prompt_logprobs.are_wanted(plan)
+            last = None
+            if not wants_all and batch.num_tokens > len(plan.rows):
+                last = batch.query_start_loc[1:] - 1
+            hidden_TE = self._model.forward(batch, kv_step, last)
+            prompt_logprobs = {}
+            if wants_all:
+                prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE)
+                hidden_TE = hidden_TE[batch.query_start_loc[1:].long() - 1]
         token_ids, logprobs = self._sample(plan, hidden_TE)
         self._batch_builder.append(plan, token_ids)
         return ReadyResult(
@@ -98,18 +107,18 @@ class ModelRunner:
         )
 
     def _sample(
-        self, plan: StepPlan, hidden_TE: Tensor
+        self, plan: StepPlan, hidden_RE: Tensor
     ) -> tuple[np.ndarray, dict[int, TokenLogprobs]]:
+        """hidden_RE: of each request's last token in this step."""
         token_ids = np.full(len(plan.rows), NO_TOKEN, np.int64)
         sampled = np.flatnonzero(plan.is_sampled)
         if len(sampled) == 0:
             return token_ids, {}
-        last_tokens = np.cumsum(plan.query_lens)[sampled] - 1
-        if len(last_tokens) < len(hidden_TE):
-            hidden_TE = hidden_TE[torch.from_numpy(last_tokens).to(hidden_TE.device)]
+        if len(sampled) < len(hidden_RE):
+            hidden_RE = hidden_RE[torch.from_numpy(sampled).to(hidden_RE.device)]
         positions = (plan.context_lens + plan.query_lens)[sampled].astype(np.int64)
         ids, logprobs = self._sampler.sample(
-            self._model.logits(hidden_TE), plan.rows[sampled], positions
+            self._model.logits(hidden_RE), plan.rows[sampled], positions
         )
         token_ids[sampled] = ids
         return token_ids, {int(sampled[i]): value for i, value in logprobs.items()}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,15 +55,6 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device) -> Non
             f"{', '.join(map(str, BLOCK_SIZES))}; use one of them, or --kernels plain",
             param="block_size",
         )
-
-
-def link_weights(model: LlamaForCausalLM) -> None:
-    """Tell each linear whose weights the device reads next."""
-    from pico_vllm.layers.triton_linear import TritonLinear
-
-    for linear, after in pairwise(model.linears):
-        if isinstance(linear, TritonLinear) and isinstance(after, TritonLinear):
-            linear.next_weight = after.weight.weight_NK
 
 
 def build_runner(

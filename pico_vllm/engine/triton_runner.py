@@ -107,7 +107,7 @@ class TritonRunner:
             hidden_TE = None
         else:
             batch = self._batch_builder.stage(plan, _exact_shape(plan))
-            hidden_TE = self._forward(batch, tail)
+            hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
         if tail == "sample":
             return self._send_ids(plan, batch)
         return self._sample_fully(plan, hidden_TE)
@@ -162,14 +162,17 @@ class TritonRunner:
         self._batch_builder.stage_padding(shape)
         self.run_shape(shape, tail)
 
-    def _forward(self, batch: ForwardBatch, tail: Tail) -> Tensor:
-        """All hidden states; the last tokens' go through the tail."""
-        feed = batch.feed
-        assert feed is not None
-        x_TE = self._model.forward(batch, self._kv.for_step(batch))
-        x_RE = x_TE
-        if batch.num_decodes != batch.num_tokens:
-            x_RE = x_TE.index_select(0, feed.sample_at)
+    def _forward(self, batch: ForwardBatch, tail: Tail, *, wants_all: bool = False) -> Tensor:
+        """The last tokens' hidden states go through the tail; returned, of all tokens if wanted."""
+        assert batch.feed is not None
+        is_decode = batch.num_decodes == batch.num_tokens
+        sample_at = None if is_decode else batch.feed.sample_at
+        kv_step = self._kv.for_step(batch)
+        if wants_all:
+            x_TE = self._model.forward(batch, kv_step)
+            x_RE = x_TE if sample_at is None else x_TE.index_select(0, sample_at)
+        else:
+            x_TE = x_RE = self._model.forward(batch, kv_step, sample_at)
         if tail == "hidden":
             self._hidden[: len(x_RE)].copy_(x_RE)
         else:
@@ -235,5 +238,9 @@ def _exact_shape(plan: StepPlan) -> Shape:
     num_requests = len(plan.rows)
     is_decode = plan.num_decodes == num_requests
     return Shape(
-        plan.num_tokens, num_requests, is_decode=is_decode, is_long=is_decode and is_long(plan)
+        plan.num_tokens,
+        num_requests,
+        is_decode=is_decode,
+        is_long=plan.num_decodes > 0 and is_long(plan),
+        num_decodes=plan.num_decodes,
     )

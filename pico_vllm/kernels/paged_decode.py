@@ -321,9 +321,11 @@ def num_splits(num_requests: int, num_kv_heads: int, *, is_long: bool) -> int:
     return max(1, min(most, 1 << (wanted.bit_length() - 1) if wanted else 1))
 
 
-def tile_options(row_bytes: int) -> dict[str, int]:
-    """Tile and warps by the bytes of one head's key."""
-    return {"BLOCK_N": 64 if row_bytes <= 256 else 32, "UNROLL": 8, "num_warps": 8}
+def tile_options(row_bytes: int, is_long: bool) -> dict[str, int]:
+    """Tile and warps by the bytes of one head's key. Eight warps end one tile sooner (4.4 us, four
+    5.8, at one request), four get more of many tiles done (16 x 8K: 39 us, eight 45)."""
+    block_n = 64 if row_bytes <= 256 else 32
+    return {"BLOCK_N": block_n, "UNROLL": 8, "num_warps": 4 if is_long else 8}
 
 
 def paged_decode(
@@ -455,7 +457,7 @@ def _launch(
     options = launch_options(q.device)
     group = num_heads // num_kv_heads
     head_dim_pad = triton.next_power_of_2(head_dim)
-    tile = tile_options(head_dim_pad * q.dtype.itemsize)
+    tile = tile_options(head_dim_pad * q.dtype.itemsize, is_long)
     heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim, "D_PAD": head_dim_pad}
     cut = {"NUM_SPLITS": splits, "BLOCK_N": tile["BLOCK_N"], "IS_FUSED": rope is not None}
     _paged_decode_kernel[(num_requests * num_kv_heads * splits,)](

@@ -226,8 +226,11 @@ def choose_config(
     if num_tokens * num_heads < 128 * 132:
         num_warps = 4 if head_dim <= 128 else 8
         return PrefillConfig(block_m=64, block_n=64, num_warps=num_warps, num_stages=2)
-    block_n = 128 if 64 < head_dim <= 128 else 64
-    return PrefillConfig(block_m=128, block_n=block_n, num_warps=8, num_stages=2)
+    if 64 < head_dim <= 128:
+        # Two programs a multiprocessor: one multiplies while the other takes exponentials. 509 us
+        # for 8,192 tokens of 12 heads of 128 on an H200; alone with 128 keys a round 579 to 649.
+        return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, max_registers=128)
+    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
 
 
 def check_head_dim(head_dim: int) -> None:

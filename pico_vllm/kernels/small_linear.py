@@ -379,7 +379,6 @@ def small_linear(
     eps: float = 0.0,
     residual_MN: Tensor | None = None,
     has_silu_mul: bool = False,
-    prefetch: Tensor | None = None,
     scratch: LinearScratch | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -391,7 +390,6 @@ def small_linear(
         x_MK         bf16, fp16 or fp32, contiguous; M from 1 to MAX_ROWS
         weight_NK    dtype of x, contiguous; with has_silu_mul F = N / 2 gate rows, then F up rows
         bias_N       dtype of x like norm_K and residual_MN, which is [M, F] with has_silu_mul
-        prefetch     ignored: to bring the next weights to L2 costs more than it gains
         scratch      needed where M > 1 and K is long enough to be split
         out          written instead of a new tensor. It may be residual_MN itself (each
                      program reads the residual where it writes), but not overlap x

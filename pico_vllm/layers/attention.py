@@ -62,8 +62,15 @@ class Attention:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
 
-    def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor] | None, kv: KVStep) -> Tensor:
-        """cos_sin: of the step's tokens; None where the cache rotates."""
+    def forward(
+        self,
+        x_TE: Tensor,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        kv: KVStep,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """cos_sin: of the step's tokens; None where the cache rotates. wanted: tokens to go on
+        with, all where it is None."""
         num_tokens = int(x_TE.shape[0])
         H, G = self.num_heads, self.num_kv_heads
         qkv = self.qkv.normed(self.norm, x_TE).view(num_tokens, H + 2 * G, self.head_dim)
@@ -78,7 +85,10 @@ class Attention:
             # lie beside the values, and a layer's KV is stored in one piece.
             qk.copy_(apply_rope(normed, *cos_sin))
             attended_THD = kv.attend(self.layer, qkv[:, :H], qkv[:, H:])
-        return self.o.added(attended_THD.reshape(num_tokens, H * self.head_dim), x_TE)
+        attended_TX = attended_THD.reshape(num_tokens, H * self.head_dim)
+        if wanted is not None:
+            attended_TX, x_TE = (x.index_select(0, wanted) for x in (attended_TX, x_TE))
+        return self.o.added(attended_TX, x_TE)
 
     @property
     def _qk_norm(self) -> tuple[Tensor, Tensor, float] | None:

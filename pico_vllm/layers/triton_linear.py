@@ -30,8 +30,6 @@ class TritonLinear(Linear):
     def __init__(self, weight: DenseWeight, bias_N: Tensor | None, scratch: LinearScratch) -> None:
         super().__init__(weight, bias_N)
         self._scratch = scratch
-        self.next_weight: Tensor | None = None
-        """What the next kernel reads: brought closer while this one computes."""
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         if self._is_small(x_MK):
@@ -64,7 +62,6 @@ class TritonLinear(Linear):
             x_MK,
             self.weight.weight_NK,
             bias_N=self.bias_N,
-            prefetch=self.next_weight,
             scratch=self._scratch,
             **around,
         )

@@ -77,8 +77,14 @@ class DecoderLayer:
             down=loader.linear(f"{name}.mlp.down_proj"),
         )
 
-    def forward(self, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor] | None, kv: KVStep) -> Tensor:
-        return self.mlp.forward(self.attention.forward(x_TE, cos_sin, kv))
+    def forward(
+        self,
+        x_TE: Tensor,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        kv: KVStep,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        return self.mlp.forward(self.attention.forward(x_TE, cos_sin, kv, wanted))
 
 
 class LlamaForCausalLM:
@@ -112,13 +118,14 @@ class LlamaForCausalLM:
         num_bytes = sum(linear.num_bytes for linear in self.linears)
         return num_bytes if self.has_tied_head else num_bytes + self.embed.weight.num_bytes
 
-    def forward(self, batch: ForwardBatch, kv: KVStep) -> Tensor:
-        """Hidden states [T, E] before the last norm."""
+    def forward(self, batch: ForwardBatch, kv: KVStep, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states before the last norm: [T, E], or of the wanted tokens alone, in the order
+        of those int indices. After the last attention the others are no longer needed."""
         x_TE = self.embed.forward(batch)
         cos_sin = None if kv.rotates else self.rope.gather(batch.positions, x_TE.dtype)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x_TE = layer.forward(x_TE, cos_sin, kv)
-        return x_TE
+        return self.layers[-1].forward(x_TE, cos_sin, kv, wanted)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """[N, V] fp32 from rows of what `forward` gives."""
