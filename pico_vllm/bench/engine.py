@@ -29,7 +29,7 @@ class PicoEngine:
         self._llm = llm
         # Elsewhere a launch computes, or waits, and its time is not the host's own.
         is_apart = llm.config.device != "cpu" and llm.config.kernels == "triton"
-        self.host_clock = getattr(llm.engine, "host_clock", None) if is_apart else None
+        self.host_clock = llm.engine.host_clock if is_apart else None
 
     def generate(self, prompts: Sequence[list[int]], num_output_tokens: Sequence[int]) -> None:
         params = [
