@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pico_vllm.sampling_params import SamplingParams
 
@@ -29,7 +31,7 @@ class Request:
     end."""
 
     request_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: NDArray[np.int32]
     params: SamplingParams
     max_tokens: int
     """Resolved: prompt + max_tokens never exceeds the window."""

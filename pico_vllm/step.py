@@ -20,7 +20,7 @@ class NewRow:
     """A request that enters the runner's batch state in this step."""
 
     row: int
-    token_ids: Sequence[int]
+    token_ids: NDArray[np.int32]
     """The prompt, and what had been generated where a request enters again."""
     num_prompt_tokens: int
     params: SamplingParams

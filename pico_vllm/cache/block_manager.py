@@ -12,8 +12,9 @@ have ref_count >= 1; free + live = size, in both pools.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 NULL_BLOCK = 0
 
@@ -33,16 +34,39 @@ class BlockCopy:
     target: int
 
 
+class _FreeIds:
+    """Physical ids nobody uses; the lowest comes first, which keeps live blocks close together, so
+    that CPU attention reads long runs. Ids never used yet are above all that were: a range holds
+    them, and the heap of the others stays small."""
+
+    def __init__(self, fresh: range) -> None:
+        self._fresh = fresh
+        self._returned: list[int] = []
+
+    def pop(self) -> int:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        first, self._fresh = self._fresh[0], self._fresh[1:]
+        return first
+
+    def push(self, physical_id: int) -> None:
+        heapq.heappush(self._returned, physical_id)
+
+    def __len__(self) -> int:
+        return len(self._returned) + len(self._fresh)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self._returned, self._fresh)
+
+
 class BlockManager:
     def __init__(self, num_device_blocks: int, num_host_blocks: int = 0) -> None:
         """Usable blocks of each pool; the null block is not counted and lies before them on the
         device."""
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
-        # Heaps: the lowest free id first keeps live blocks close together, so that CPU attention
-        # reads long runs.
-        self._free_device = list(range(1, num_device_blocks + 1))
-        self._free_host = list(range(num_host_blocks))
+        self._free_device = _FreeIds(range(1, num_device_blocks + 1))
+        self._free_host = _FreeIds(range(num_host_blocks))
         self._blocks: dict[int, _Block] = {}
         self._next_id = 1
 
@@ -59,12 +83,10 @@ class BlockManager:
         are free."""
         if count > len(self._free_device):
             return None
-        block_ids = []
-        for _ in range(count):
-            block_id = self._next_id
-            self._next_id += 1
-            self._blocks[block_id] = _Block(1, True, heapq.heappop(self._free_device))
-            block_ids.append(block_id)
+        block_ids = list(range(self._next_id, self._next_id + count))
+        self._next_id += count
+        for block_id in block_ids:
+            self._blocks[block_id] = _Block(1, True, self._free_device.pop())
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -78,9 +100,8 @@ class BlockManager:
             block = self._blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
-                heapq.heappush(
-                    self._free_device if block.is_on_device else self._free_host, block.physical_id
-                )
+                free = self._free_device if block.is_on_device else self._free_host
+                free.push(block.physical_id)
                 del self._blocks[block_id]
 
     def ref_count(self, block_id: int) -> int:
@@ -125,9 +146,9 @@ class BlockManager:
             return None
         copies = []
         for block in moving:
-            target_id = heapq.heappop(target)
+            target_id = target.pop()
             copies.append(BlockCopy(block.physical_id, target_id))
-            heapq.heappush(source, block.physical_id)
+            source.push(block.physical_id)
             block.physical_id, block.is_on_device = target_id, to_device
         return copies
 
@@ -137,7 +158,7 @@ class BlockManager:
         assert all(block.ref_count >= 1 for block in self._blocks.values()), (
             "a block that nobody holds was kept"
         )
-        assert sorted(device + self._free_device) == list(range(1, self.num_device_blocks + 1)), (
-            "device pool"
-        )
-        assert sorted(host + self._free_host) == list(range(self.num_host_blocks)), "host pool"
+        assert sorted([*device, *self._free_device]) == list(
+            range(1, self.num_device_blocks + 1)
+        ), "device pool"
+        assert sorted([*host, *self._free_host]) == list(range(self.num_host_blocks)), "host pool"

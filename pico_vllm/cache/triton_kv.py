@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
-from pico_vllm.kernels.paged_decode import DecodeScratch, rope_paged_decode
+from pico_vllm.kernels.paged_decode import DecodeScratch, paged_decode, rope_paged_decode
 from pico_vllm.kernels.paged_prefill import paged_prefill
 from pico_vllm.kernels.rope_store_kv import rope_store_kv
 
@@ -65,12 +65,19 @@ class TritonStep:
         self._starts: Tensor | None = None
 
     def rotate_and_attend(
-        self, layer: int, qkv_TND: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None
+        self,
+        layer: int,
+        qkv_TND: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+        *,
+        only_last: bool,
     ) -> Tensor:
         """Write this step's KV of one layer, then attend over it and over what was cached."""
         n = self._batch.num_decodes
         if n == self._batch.num_tokens:
             return self._decode(layer, qkv_TND, qk_norm, n)
+        if only_last:
+            return self._extend_last(layer, qkv_TND, qk_norm)
         if n == 0:
             return self._extend(layer, qkv_TND, qk_norm, 0)
         decoded = self._decode(layer, qkv_TND[:n], qk_norm, n)
@@ -103,15 +110,39 @@ class TritonStep:
         """The requests after the first n, whose tokens these are."""
         kv, batch = self._kv, self._batch
         k_BGSD, v_BGSD = kv.layers[layer]
-        q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
-        q_rot_THD = rope_store_kv(
-            qkv_TND, *kv.cos_sin, batch.positions[n:], batch.slot_mapping[n:], k_BGSD, v_BGSD,
-            q_norm=q_norm, k_norm=k_norm, eps=eps,
-        )  # fmt: skip
+        q_rot_THD = self._rotate_and_store(layer, qkv_TND, qk_norm, n)
         starts = batch.query_start_loc if n == 0 else self._extend_starts(n)
         return paged_prefill(
             q_rot_THD, k_BGSD, v_BGSD, batch.block_table, self._table_rows[n:], starts,
             batch.seq_lens[n:], scale=kv.scale,
+        )  # fmt: skip
+
+    def _extend_last(
+        self, layer: int, qkv_TND: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None
+    ) -> Tensor:
+        """All tokens leave their KV, the last one of each request attends: that is decoding."""
+        kv, batch = self._kv, self._batch
+        assert batch.feed is not None
+        q_rot_THD = self._rotate_and_store(layer, qkv_TND, qk_norm, 0)
+        return paged_decode(
+            q_rot_THD.index_select(0, batch.feed.sample_at), *kv.layers[layer],
+            batch.block_table, self._table_rows, batch.seq_lens,
+            scale=kv.scale, scratch=kv.scratch, is_long=True,
+        )  # fmt: skip
+
+    def _rotate_and_store(
+        self,
+        layer: int,
+        qkv_TND: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+        n: int,
+    ) -> Tensor:
+        """Rotated queries of the tokens after the first n, whose KV goes to the pool."""
+        kv, batch = self._kv, self._batch
+        q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
+        return rope_store_kv(
+            qkv_TND, *kv.cos_sin, batch.positions[n:], batch.slot_mapping[n:], *kv.layers[layer],
+            q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
 
     def _extend_starts(self, n: int) -> Tensor:

@@ -81,6 +81,7 @@ class CudaGraphs:
     def has(self, shape: Shape, tail: Tail) -> bool:
         return (shape, tail) in self._graphs
 
+    @torch.inference_mode()
     def capture(self, shape: Shape, tail: Tail) -> None:
         """Must be called before the inputs of a step are staged: padding takes their place."""
         self._prepare(shape, tail)

@@ -189,7 +189,7 @@ class DeviceBatchBuilder:
         indices: list[NDArray[np.int64]] = []
         values: list[NDArray[np.int32]] = []
         for new in plan.new_rows:
-            self._tokens[new.row] = np.array(new.token_ids, np.int32)
+            self._tokens[new.row] = new.token_ids
             row = new.row
             words = np.array([new.seed, new.sample_index], np.int64).view(np.int32)
             temperature = np.float32(0.0 if new.params.is_greedy else new.params.temperature)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pico_vllm.config.engine import EngineConfig, KvKind, WeightFormat
 from pico_vllm.config.hf_keys import show
-from pico_vllm.engine.engine import Engine
+from pico_vllm.engine.engine import CheckedRequest, Engine
 from pico_vllm.engine.loading import OnProgress, load_model
 from pico_vllm.engine.output_processor import AnswerGroup, OutputProcessor
 from pico_vllm.errors import ConfigError, InvalidRequestError
@@ -175,9 +175,9 @@ class LLM:
             (one_prompt,) = _as_prompts([prompt] if isinstance(prompt, (list, tuple)) else prompt)
             token_ids = self._encode(one_prompt)
         (one_params,) = _one_each(params, 1)
-        self._check(token_ids, one_params)
+        request = self._check(token_ids, one_params)
         group = _group(token_ids, prompt if isinstance(prompt, str) else None, keeps_deltas=True)
-        deltas = self._stream(group, one_params)
+        deltas = self._stream(group, request)
         next(deltas)  # adds the request; from here on closing the generator ends it
         return deltas  # type: ignore[return-value]
 
@@ -202,7 +202,8 @@ class LLM:
             return self.tokenizer.encode(prompt)
         token_ids = list(prompt)
         # A prompt far too long is refused by its length alone.
-        if len(token_ids) < self.engine.max_model_len and not set(map(type, token_ids)) <= {int}:
+        is_short = 0 < len(token_ids) < self.engine.max_model_len
+        if is_short and not type(token_ids[0]) is type(token_ids[-1]) is int:
             return [_plain_int(token_id) for token_id in token_ids]
         return token_ids
 
@@ -212,14 +213,15 @@ class LLM:
             messages, max_tokens=self.engine.max_model_len, client_variables=variables
         )
 
-    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        self.engine.check(token_ids, params)
+    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> CheckedRequest:
+        checked = self.engine.check(token_ids, params)
         if params.stop_strings and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, and this model was loaded without one; use "
                 "stop_token_ids",
                 param="stop",
             )
+        return checked
 
     def _run(
         self,
@@ -228,15 +230,17 @@ class LLM:
         params: Sequence[SamplingParams],
         on_finish: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
-        for token_ids, each in zip(token_lists, params, strict=True):
+        requests = [
             self._check(token_ids, each)
+            for token_ids, each in zip(token_lists, params, strict=True)
+        ]
         groups = [
             _group(token_ids, text, keeps_deltas=False)
             for token_ids, text in zip(token_lists, texts, strict=True)
         ]
         try:
-            for group, each in zip(groups, params, strict=True):
-                self._add(group, each)
+            for group, request in zip(groups, requests, strict=True):
+                self._add(group, request)
             unfinished = dict(enumerate(groups))
             while unfinished:
                 self._step()
@@ -250,12 +254,12 @@ class LLM:
         return [group.output for group in groups]
 
     def _stream(
-        self, group: AnswerGroup, params: SamplingParams
+        self, group: AnswerGroup, request: CheckedRequest
     ) -> Generator[CompletionDelta | None]:
         """First None, once the request is in line: a generator that never began cannot end it."""
         assert group.deltas is not None
         try:
-            self._add(group, params)
+            self._add(group, request)
             yield None
             while True:
                 while group.deltas:
@@ -266,18 +270,17 @@ class LLM:
         finally:
             self._give_up(group.request_ids)
 
-    def _add(self, group: AnswerGroup, params: SamplingParams) -> None:
+    def _add(self, group: AnswerGroup, request: CheckedRequest) -> None:
         with self._lock:
             self._check_open()
-            for index in range(params.n):
+            for index in range(request.params.n):
                 if index == 1:
                     # The prompt's log-probabilities are the same for all: one computes them.
-                    params = replace(params, prompt_logprobs=None)
-                request_id = self.engine.add_request(
-                    group.output.prompt_token_ids, params, sample_index=index
-                )
+                    params = replace(request.params, prompt_logprobs=None)
+                    request = replace(request, params=params)
+                request_id = self.engine.add(request, sample_index=index)
                 group.request_ids.append(request_id)
-                self._processor.add(request_id, group, index, params)
+                self._processor.add(request_id, group, index, request.params)
             group.output.request_id = group.request_ids[0]
 
     def _step(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -92,7 +93,7 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
         report("profiling memory", 1, 1)
     resolved = settle_kv_blocks(resolved, model_config, device, model.num_bytes, activation_bytes)
     resolved = settle_graphs(resolved, model)
-    engine = build_engine(model, model_config, resolved, tokenizer, device)
+    engine = build_engine(model, model_config, resolved, tokenizer, device, report)
     engine.warm_up(USES_BEFORE_CAPTURE + 2 if resolved.cpu_graph == "on" else 1)
     logger.info("engine_ready %s", " ".join(f"{k}={v}" for k, v in describe(resolved).items()))
     return LoadedModel(engine, tokenizer, model_config, model.num_bytes)
@@ -382,6 +383,7 @@ def build_engine(
     config: EngineConfig,
     tokenizer: Tokenizer | None,
     device: torch.device,
+    on_progress: OnProgress = _tell_nobody,
 ) -> Engine:
     assert config.max_model_len is not None and config.num_kv_blocks is not None
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
@@ -394,9 +396,11 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         keeps_kv=config.kv != "none",
     )
-    runner: Runner
     if config.kernels == "triton":
-        runner = triton_loading.build_runner(model, model_config, config, sampler, device)
+        on_device = triton_loading.build_runner(model, model_config, config, sampler, device)
+        if on_device.graphs is not None and config.cuda_graph == "eager-start":
+            on_device.graphs.capture_decodes(partial(on_progress, "capturing graphs"))
+        runner: Runner = on_device
     else:
         runner = _plain_runner(model, model_config, config, sampler, device)
     return Engine(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 GRAPH_RESERVE_BYTES = 512 << 20
-"""For graphs that are captured later: each takes some MiB outside PyTorch's pool."""
+"""For the graphs themselves, which take some MiB each outside PyTorch's pool."""
 
 
 def check(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -127,12 +127,8 @@ def profile_activations(
         graph_bytes = 0
         if config.cuda_graph != "off":
             largest = min(tokens, MAX_EXTEND_TOKENS)
-            graph_bytes = max(
-                _peak_bytes(runner, Shape(largest, min(rows, largest), is_decode=False)),
-                _peak_bytes(runner, Shape(rows, rows, is_decode=True)),
-            )
-            # Of a graph itself, and of what a private pool cannot share.
-            graph_bytes += GRAPH_RESERVE_BYTES
+            shape = Shape(largest, min(rows, largest), is_decode=False)
+            graph_bytes = _peak_bytes(runner, shape) + GRAPH_RESERVE_BYTES
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(

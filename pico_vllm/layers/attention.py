@@ -32,9 +32,15 @@ class KVStep(Protocol):
         ...
 
     def rotate_and_attend(
-        self, layer: int, qkv_TND: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None
+        self,
+        layer: int,
+        qkv_TND: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+        *,
+        only_last: bool,
     ) -> Tensor:
-        """The same from the fused projection as it is. qk_norm: weights of q and k, and eps."""
+        """The same from the fused projection as it is. qk_norm: weights of q and k, and eps.
+        only_last: attend with each request's last token alone, [R, H, D]."""
         ...
 
 
@@ -69,13 +75,15 @@ class Attention:
         kv: KVStep,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """cos_sin: of the step's tokens; None where the cache rotates. wanted: tokens to go on
-        with, all where it is None."""
+        """cos_sin: of the step's tokens; None where the cache rotates. wanted: the last token of
+        each request, to go on with those alone; all tokens where it is None."""
         num_tokens = int(x_TE.shape[0])
         H, G = self.num_heads, self.num_kv_heads
         qkv = self.qkv.normed(self.norm, x_TE).view(num_tokens, H + 2 * G, self.head_dim)
         if cos_sin is None:
-            attended_THD = kv.rotate_and_attend(self.layer, qkv, self._qk_norm)
+            attended_THD = kv.rotate_and_attend(
+                self.layer, qkv, self._qk_norm, only_last=wanted is not None
+            )
         else:
             qk = qkv[:, : H + G]
             normed = qk
@@ -85,10 +93,12 @@ class Attention:
             # lie beside the values, and a layer's KV is stored in one piece.
             qk.copy_(apply_rope(normed, *cos_sin))
             attended_THD = kv.attend(self.layer, qkv[:, :H], qkv[:, H:])
-        attended_TX = attended_THD.reshape(num_tokens, H * self.head_dim)
+            if wanted is not None:
+                attended_THD = attended_THD.index_select(0, wanted)
         if wanted is not None:
-            attended_TX, x_TE = (x.index_select(0, wanted) for x in (attended_TX, x_TE))
-        return self.o.added(attended_TX, x_TE)
+            x_TE = x_TE.index_select(0, wanted)
+        num_left = int(x_TE.shape[0])
+        return self.o.added(attended_THD.reshape(num_left, H * self.head_dim), x_TE)
 
     @property
     def _qk_norm(self) -> tuple[Tensor, Tensor, float] | None:

@@ -119,8 +119,8 @@ class LlamaForCausalLM:
         return num_bytes if self.has_tied_head else num_bytes + self.embed.weight.num_bytes
 
     def forward(self, batch: ForwardBatch, kv: KVStep, wanted: Tensor | None = None) -> Tensor:
-        """Hidden states before the last norm: [T, E], or of the wanted tokens alone, in the order
-        of those int indices. After the last attention the others are no longer needed."""
+        """Hidden states before the last norm: [T, E], or [R, E] where `wanted` names the last token
+        of each request. In the last layer the others only leave their keys and values."""
         x_TE = self.embed.forward(batch)
         cos_sin = None if kv.rotates else self.rope.gather(batch.positions, x_TE.dtype)
         for layer in self.layers[:-1]:

@@ -258,7 +258,7 @@ class Scheduler:
 def _new_row(request: Request) -> NewRow:
     return NewRow(
         row=request.row,
-        token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+        token_ids=np.append(request.prompt_token_ids, request.output_token_ids).astype(np.int32),
         num_prompt_tokens=request.num_prompt_tokens,
         params=request.params,
         stop_token_ids=request.stop_token_ids,
