@@ -43,11 +43,13 @@ class _FreeIds:
         self._fresh = fresh
         self._returned: list[int] = []
 
-    def pop(self) -> int:
-        if self._returned:
-            return heapq.heappop(self._returned)
-        first, self._fresh = self._fresh[0], self._fresh[1:]
-        return first
+    def pop(self, count: int) -> list[int]:
+        num_returned = min(count, len(self._returned))
+        lowest = [heapq.heappop(self._returned) for _ in range(num_returned)]
+        num_fresh = count - num_returned
+        lowest += self._fresh[:num_fresh]
+        self._fresh = self._fresh[num_fresh:]
+        return lowest
 
     def push(self, physical_id: int) -> None:
         heapq.heappush(self._returned, physical_id)
@@ -85,8 +87,8 @@ class BlockManager:
             return None
         block_ids = list(range(self._next_id, self._next_id + count))
         self._next_id += count
-        for block_id in block_ids:
-            self._blocks[block_id] = _Block(1, True, self._free_device.pop())
+        blocks = [_Block(1, True, physical_id) for physical_id in self._free_device.pop(count)]
+        self._blocks.update(zip(block_ids, blocks, strict=True))
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -146,7 +148,7 @@ class BlockManager:
             return None
         copies = []
         for block in moving:
-            target_id = target.pop()
+            (target_id,) = target.pop(1)
             copies.append(BlockCopy(block.physical_id, target_id))
             source.push(block.physical_id)
             block.physical_id, block.is_on_device = target_id, to_device

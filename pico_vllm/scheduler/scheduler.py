@@ -258,7 +258,9 @@ class Scheduler:
 def _new_row(request: Request) -> NewRow:
     return NewRow(
         row=request.row,
-        token_ids=np.append(request.prompt_token_ids, request.output_token_ids).astype(np.int32),
+        token_ids=np.concatenate(
+            (request.prompt_token_ids, np.array(request.output_token_ids, np.int32)), dtype=np.int32
+        ),
         num_prompt_tokens=request.num_prompt_tokens,
         params=request.params,
         stop_token_ids=request.stop_token_ids,

@@ -27,7 +27,11 @@ PLAIN = SETTINGS | {"kernels": "plain", "overlap": "off"}
 PROMPTS = [[5, 9, 200], list(range(7, 17))]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+FAMILIES = ["qwen3"] if DEVICE == "cpu" else ["qwen2", "qwen3"]
+"""The interpreter takes a minute for one."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One small layer, since the interpreter is slow; with biases (Qwen2) or QK-norm (Qwen3)."""
     config = tiny.hf_config(
