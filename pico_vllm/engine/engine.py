@@ -225,6 +225,11 @@ class Engine:
             )
         return events
 
+    def close(self) -> None:
+        """Stop: what is under way ends, and nobody is told. The engine is not used again."""
+        self._in_flight = None
+        self._runner.close()
+
     def warm_up(self, num_tokens: int) -> None:
         """Decode one request of that many tokens before anybody waits, so that what is made on
         first use is there. Leaves no trace: the first real request is still number 0."""

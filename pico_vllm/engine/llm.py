@@ -188,6 +188,7 @@ class LLM:
             self._is_closed = True
             if self._tokenizer is not None:
                 self._tokenizer.close()
+            self._engine.close()
             del self._engine
 
     def __enter__(self) -> Self:

@@ -47,6 +47,10 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> PendingResult: ...
 
+    def close(self) -> None:
+        """Let what is under way end, and give back what does not go by itself."""
+        ...
+
 
 class ReadyResult:
     """Of a step that was over when `launch` returned."""
@@ -105,6 +109,9 @@ class ModelRunner:
         return ReadyResult(
             StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         )
+
+    def close(self) -> None:
+        """Nothing is under way between two launches, and memory goes with the objects."""
 
     def _sample(
         self, plan: StepPlan, hidden_RE: Tensor

@@ -112,6 +112,13 @@ class TritonRunner:
             return self._send_ids(plan, batch)
         return self._sample_fully(plan, hidden_TE)
 
+    def close(self) -> None:
+        """Graphs go before the memory that they refer to."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self.graphs is not None:
+            self.graphs.clear()
+
     def run_shape(self, shape: Shape, tail: Tail) -> None:
         """What a graph holds: forward and tail over the addresses of a shape."""
         self._forward(self._batch_builder.batch_of(shape), tail)

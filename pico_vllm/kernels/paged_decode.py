@@ -324,7 +324,7 @@ def num_splits(num_requests: int, num_kv_heads: int, *, is_long: bool) -> int:
 def tile_options(row_bytes: int, is_long: bool) -> dict[str, int]:
     """Tile and warps by the bytes of one head's key. Eight warps end one tile sooner (4.4 us, four
     5.8, at one request), four get more of many tiles done (16 x 8K: 39 us, eight 45)."""
-    block_n = 64 if row_bytes <= 256 else 32
+    block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     return {"BLOCK_N": block_n, "UNROLL": 8, "num_warps": 4 if is_long else 8}
 
 

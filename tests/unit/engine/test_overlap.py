@@ -11,6 +11,7 @@ import tiny
 from tiny import assert_idle, greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
+from pico_vllm.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +160,18 @@ def test_a_failed_step_ends_its_requests_alone(engines: tuple[LLM, LLM]) -> None
     answer = engines[0].generate(prompt, greedy(5))[0].outputs[0].token_ids
     assert engines[1].generate(prompt, greedy(5))[0].outputs[0].token_ids == answer
     assert_idle(engines[1])
+
+
+def test_close_with_a_step_under_way(tiny_model: Any) -> None:
+    """Closing amid a request ends what is under way, and the engine says that it is closed."""
+    llm = LLM(str(tiny_model.folder), overlap="on", **tiny.FIXTURE_T_SMALL)
+    engine, closed = llm.engine, []
+    engine._runner.close = lambda: closed.append(engine._in_flight)  # type: ignore[method-assign]
+    engine.add_request([1, 2, 3], greedy(4))
+    engine.step()
+    assert engine.has_work()
+    llm.close()
+    llm.close()
+    assert closed == [None]
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate([1], greedy(1))
