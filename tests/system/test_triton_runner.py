@@ -10,6 +10,7 @@ import tiny
 import torch
 
 from pico_vllm import LLM, SamplingParams
+from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +46,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_same_answers_as_plain_operations(model: Path) -> None:
     """A whole prompt, and one in chunks beside a decoding request, give the tokens of plain
     operations, with overlap; so do temperature in the fused tail, and a filter with
-    log-probabilities in the full sampler."""
+    log-probabilities in the full sampler. Steps of padding alone, as graphs are captured on, change
+    nothing of anybody's."""
     params = [
         SamplingParams(max_tokens=3, temperature=1.3, seed=5, ignore_eos=True),
         SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
@@ -58,6 +60,13 @@ def test_same_answers_as_plain_operations(model: Path) -> None:
     with LLM(str(model), **SETTINGS) as llm:
         found = [*llm.generate(PROMPTS, params), *llm.generate(PROMPTS[0], full)]
         llm.engine.check_invariants()
+        runner = llm.engine._runner
+        pool = runner._kv.device_pool[1:].view(torch.uint8)
+        before, last_tokens = pool.clone(), runner._batch_builder.last_tokens_W[:-1].clone()
+        for shape in (Shape(2, 2, is_decode=True), Shape(8, 2, is_decode=False)):
+            runner.run_padding(shape)
+        assert torch.equal(before, pool)
+        assert torch.equal(last_tokens, runner._batch_builder.last_tokens_W[:-1])
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
     assert found[2].outputs[0].cumulative_logprob == pytest.approx(
