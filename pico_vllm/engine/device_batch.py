@@ -207,9 +207,9 @@ class DeviceBatchBuilder:
         room = len(turn.words) // 2
         for first in range(0, len(index), room):
             count = min(room, len(index) - first)
-            if first:
+            if first and self._device.type == "cuda":
                 # More than a turn holds: its first part must have left before it is overwritten.
-                torch.cuda.synchronize() if self._device.type == "cuda" else None
+                torch.cuda.synchronize(self._device)
             turn.words[:count] = index[first : first + count]
             turn.words[count : 2 * count] = value[first : first + count]
             sent = self._device_changes[: 2 * count]
