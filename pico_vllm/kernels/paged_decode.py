@@ -133,6 +133,9 @@ def _paged_decode_kernel(
     hd_mask = head_mask[:, None] & d_mask[None, :]
     k_ptr += g.to(tl.int64) * head_stride
     v_ptr += g.to(tl.int64) * head_stride
+    if not IS_FUSED:
+        # The kernel just before may have stored what is attended here.
+        wait_for_inputs(USE_PDL)
     k, v = _kv_tile(k_ptr, v_ptr, table_ptr, start + n, end, block_stride, d, D, D_PAD, S)
     out_ptrs = out_ptr + ((r * NUM_KV_HEADS + g) * GROUP + heads[:, None]) * D + d[None, :]
     if IS_FUSED:
