@@ -6,7 +6,8 @@ elements; what a step needs besides goes in one packed copy from pinned memory t
 so that a graph captured for a shape finds it there.
 
 Pinned memory is used in turns: a turn is over when the step that used it is known to be done, which
-holds as long as at most `TURNS - 1` steps are under way.
+holds as long as at most `TURNS - 1` steps are under way. Padding has memory of its own: a graph may
+be captured while a step's copy is still to come.
 
     T tokens, R requests of a shape, W = max_num_seqs + 1 rows, M block-table width
 """
@@ -115,7 +116,7 @@ class DeviceBatchBuilder:
         most = Shape(max_num_batched_tokens, max_num_seqs, is_decode=False).fields()[-1].stop
         self._device_words = torch.zeros(most, dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
-        self._turns = [self._pinned(most) for _ in range(TURNS)]
+        self._turns = [self._pinned(most) for _ in range(TURNS + 1)]  # the last one for padding
         self._turn = 0
         self._changes = [self._pinned(1 << 14) for _ in range(TURNS)]
         self._device_changes = torch.zeros(1 << 14, dtype=torch.int32, device=device)
@@ -137,11 +138,12 @@ class DeviceBatchBuilder:
     def stage_padding(self, shape: Shape) -> ForwardBatch:
         """A batch of padding alone: it changes nothing but what belongs to nobody."""
         made = self._for_shape(shape, is_kept=True)
-        fields = made.fields[self._turn]
+        fields = made.fields[TURNS]
         self._pad(fields, 0, 0)
         fields.query_start_loc[0] = 0
         # Waits, and may: nothing is being served yet, or a new shape costs far more.
-        made.copies[self._turn][0].copy_(made.copies[self._turn][1])
+        device, host = made.copies[TURNS]
+        device.copy_(host)
         return made.batch
 
     def batch_of(self, shape: Shape) -> ForwardBatch:
