@@ -59,10 +59,6 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
     def num_scheduled_tokens(self) -> int:
         return self.num_computed_tokens + self.num_tokens_in_flight
 

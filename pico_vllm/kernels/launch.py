@@ -14,9 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-IS_INTERPRETED = triton.knobs.runtime.interpret
-"""TRITON_INTERPRET=1: kernels run in NumPy, on CPU tensors."""
-
 
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
