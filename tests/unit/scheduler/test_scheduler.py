@@ -125,8 +125,9 @@ class World:
             assert list(plan.request_ids[: plan.num_decodes]) == decoding
         for index, request in enumerate(requests):
             end = int(plan.context_lens[index] + plan.query_lens[index])
-            assert end <= request.num_tokens
-            assert bool(plan.is_sampled[index]) is (end == request.num_tokens)
+            num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+            assert end <= num_tokens
+            assert bool(plan.is_sampled[index]) is (end == num_tokens)
             assert int(plan.context_lens[index]) == request.num_computed_tokens
             assert len(request.block_ids) == -(-end // self.block_size)
         self.first_scheduled += [
