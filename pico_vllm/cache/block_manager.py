@@ -11,19 +11,13 @@ have ref_count >= 1; free + live = size, in both pools.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 NULL_BLOCK = 0
-
-
-@dataclass(slots=True)
-class _Block:
-    ref_count: int
-    is_on_device: bool
-    physical_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +29,47 @@ class BlockCopy:
 
 
 class _FreeIds:
-    """Physical ids nobody uses; the lowest comes first, which keeps live blocks close together, so
-    that CPU attention reads long runs. Ids never used yet are above all that were: a range holds
-    them, and the heap of the others stays small."""
+    """Ids nobody uses. The lowest come first, which keeps live blocks close together, so that CPU
+    attention reads long runs."""
 
-    def __init__(self, fresh: range) -> None:
-        self._fresh = fresh
-        self._returned: list[int] = []
+    _WINDOW = 4096
 
-    def pop(self, count: int) -> list[int]:
-        num_returned = min(count, len(self._returned))
-        lowest = [heapq.heappop(self._returned) for _ in range(num_returned)]
-        num_fresh = count - num_returned
-        lowest += self._fresh[:num_fresh]
-        self._fresh = self._fresh[num_fresh:]
-        return lowest
+    def __init__(self, ids: range) -> None:
+        self._is_free = np.zeros(ids.stop, np.bool_)
+        self._is_free[ids.start :] = True
+        self._count = len(ids)
+        self._lowest = ids.start
+        """No id below is free."""
 
-    def push(self, physical_id: int) -> None:
-        heapq.heappush(self._returned, physical_id)
+    def pop(self, count: int) -> NDArray[np.int64]:
+        """The lowest `count`, which must be there."""
+        assert count <= self._count, (count, self._count)
+        parts, missing, at = [np.zeros(0, np.int64)], count, self._lowest
+        while missing > 0:
+            width = max(self._WINDOW, 2 * missing)
+            found = np.flatnonzero(self._is_free[at : at + width])[:missing] + at
+            parts.append(found)
+            missing -= len(found)
+            at += width
+        ids = parts[-1] if len(parts) == 2 else np.concatenate(parts)
+        if count:
+            self._is_free[ids] = False
+            self._lowest = int(ids[-1]) + 1
+            self._count -= count
+        return ids
+
+    def push(self, ids: NDArray[np.int64]) -> None:
+        if len(ids):
+            self._is_free[ids] = True
+            self._lowest = min(self._lowest, int(ids.min()))
+            self._count += len(ids)
 
     def __len__(self) -> int:
-        return len(self._returned) + len(self._fresh)
+        return self._count
 
-    def __iter__(self) -> Iterator[int]:
-        return chain(self._returned, self._fresh)
+    def ids(self) -> list[int]:
+        found: list[int] = np.flatnonzero(self._is_free).tolist()
+        return found
 
 
 class BlockManager:
@@ -69,8 +80,12 @@ class BlockManager:
         self.num_host_blocks = num_host_blocks
         self._free_device = _FreeIds(range(1, num_device_blocks + 1))
         self._free_host = _FreeIds(range(num_host_blocks))
-        self._blocks: dict[int, _Block] = {}
-        self._next_id = 1
+        size = num_device_blocks + num_host_blocks + 1
+        self._free_blocks = _FreeIds(range(1, size))
+        # By logical id; arrays, since a long prompt has hundreds of blocks.
+        self._ref_counts = np.zeros(size, np.int32)
+        self._is_on_device = np.zeros(size, np.bool_)
+        self._physical_ids = np.zeros(size, np.int64)
 
     @property
     def num_free_device_blocks(self) -> int:
@@ -85,42 +100,43 @@ class BlockManager:
         are free."""
         if count > len(self._free_device):
             return None
-        block_ids = list(range(self._next_id, self._next_id + count))
-        self._next_id += count
-        blocks = [_Block(1, True, physical_id) for physical_id in self._free_device.pop(count)]
-        self._blocks.update(zip(block_ids, blocks, strict=True))
+        blocks = self._free_blocks.pop(count)
+        self._ref_counts[blocks] = 1
+        self._is_on_device[blocks] = True
+        self._physical_ids[blocks] = self._free_device.pop(count)
+        block_ids: list[int] = blocks.tolist()
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Count one more holder of each block."""
-        for block_id in block_ids:
-            self._blocks[block_id].ref_count += 1
+        """Count one more holder of each block, each named once."""
+        self._ref_counts[self._live(block_ids)] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Count one holder less of each block; a block that nobody holds goes back to its pool."""
-        for block_id in block_ids:
-            block = self._blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                free = self._free_device if block.is_on_device else self._free_host
-                free.push(block.physical_id)
-                del self._blocks[block_id]
+        """Count one holder less of each block, each named once; a block that nobody holds goes back
+        to its pool."""
+        blocks = self._live(block_ids)
+        self._ref_counts[blocks] -= 1
+        gone = blocks[self._ref_counts[blocks] == 0]
+        is_on_device = self._is_on_device[gone]
+        self._free_device.push(self._physical_ids[gone[is_on_device]])
+        self._free_host.push(self._physical_ids[gone[~is_on_device]])
+        self._free_blocks.push(gone)
 
     def ref_count(self, block_id: int) -> int:
         """Holders of a block; 0 once it is gone."""
-        block = self._blocks.get(block_id)
-        return 0 if block is None else block.ref_count
+        return int(self._ref_counts[block_id])
 
     def is_on_device(self, block_id: int) -> bool:
-        return self._blocks[block_id].is_on_device
+        return bool(self._is_on_device[self._live([block_id])[0]])
 
     def device_ids(self, block_ids: Sequence[int]) -> list[int]:
         """Physical device ids, for block tables and slots."""
-        blocks = [self._blocks[block_id] for block_id in block_ids]
-        assert all(block.is_on_device for block in blocks), (
+        blocks = self._live(block_ids)
+        assert self._is_on_device[blocks].all(), (
             f"a request may not compute on host blocks: {block_ids}"
         )
-        return [block.physical_id for block in blocks]
+        physical_ids: list[int] = self._physical_ids[blocks].tolist()
+        return physical_ids
 
     def swap_out(self, block_ids: Sequence[int]) -> list[BlockCopy] | None:
         """Move blocks to the host pool. None (and nothing changed) if it has too little room.
@@ -139,28 +155,35 @@ class BlockManager:
             if to_device
             else (self._free_device, self._free_host)
         )
-        moving = [self._blocks[block_id] for block_id in block_ids]
-        assert all(block.is_on_device != to_device for block in moving), (
-            f"already there: {block_ids}"
-        )
+        blocks = self._live(block_ids)
+        assert (self._is_on_device[blocks] != to_device).all(), f"already there: {block_ids}"
         assert len(set(block_ids)) == len(block_ids), f"a block named twice: {block_ids}"
-        if len(moving) > len(target):
+        if len(blocks) > len(target):
             return None
-        copies = []
-        for block in moving:
-            (target_id,) = target.pop(1)
-            copies.append(BlockCopy(block.physical_id, target_id))
-            source.push(block.physical_id)
-            block.physical_id, block.is_on_device = target_id, to_device
-        return copies
+        sources, targets = self._physical_ids[blocks], target.pop(len(blocks))
+        source.push(sources)
+        self._physical_ids[blocks] = targets
+        self._is_on_device[blocks] = to_device
+        return [BlockCopy(*pair) for pair in zip(sources.tolist(), targets.tolist(), strict=True)]
+
+    def _live(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
+        blocks = np.array(block_ids, np.int64)
+        if (self._ref_counts[blocks] <= 0).any():
+            raise KeyError(f"of the blocks {block_ids} some are nobody's")
+        return blocks
 
     def check_invariants(self) -> None:
-        device = [block.physical_id for block in self._blocks.values() if block.is_on_device]
-        host = [block.physical_id for block in self._blocks.values() if not block.is_on_device]
-        assert all(block.ref_count >= 1 for block in self._blocks.values()), (
-            "a block that nobody holds was kept"
+        assert (self._ref_counts >= 0).all(), "fewer holders than none"
+        live = np.flatnonzero(self._ref_counts)
+        is_on_device = self._is_on_device[live]
+        device, host = (
+            self._physical_ids[live[of_pool]].tolist() for of_pool in (is_on_device, ~is_on_device)
         )
-        assert sorted([*device, *self._free_device]) == list(
-            range(1, self.num_device_blocks + 1)
-        ), "device pool"
-        assert sorted([*host, *self._free_host]) == list(range(self.num_host_blocks)), "host pool"
+        for name, ids, free, all_ids in (
+            ("device pool", device, self._free_device, range(1, self.num_device_blocks + 1)),
+            ("host pool", host, self._free_host, range(self.num_host_blocks)),
+            ("ids", live.tolist(), self._free_blocks, range(1, len(self._ref_counts))),
+        ):
+            assert sorted([*ids, *free.ids()]) == list(all_ids), name
+            assert len(free) == len(free.ids()), f"{name}: miscounted"
+            assert all(free_id >= free._lowest for free_id in free.ids()), f"{name}: one is hidden"

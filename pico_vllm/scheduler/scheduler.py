@@ -175,22 +175,8 @@ class Scheduler:
             self._running[request.request_id] = request
 
     def _make_plan(self, scheduled: list[tuple[Request, int]]) -> StepPlan:
-        new_rows = []
-        new_blocks = []
-        for request, query_len in scheduled:
-            first = request.num_scheduled_tokens
-            held = len(request.block_ids)
-            if held == 0:
-                new_rows.append(_new_row(request))
-            missing = self._num_blocks(first + query_len) - held
-            if missing > 0:
-                block_ids = self._blocks.allocate(missing)
-                assert block_ids is not None, (
-                    f"reserved blocks were not there for {request.request_id}"
-                )
-                request.block_ids.extend(block_ids)
-                physical = self._blocks.device_ids(block_ids)
-                new_blocks.append(NewBlocks(row=request.row, index=held, block_ids=physical))
+        new_rows = [_new_row(request) for request, _ in scheduled if not request.block_ids]
+        new_blocks = self._extend_tables(scheduled)
         requests = [request for request, _ in scheduled]
         context_lens = np.array([r.num_scheduled_tokens for r in requests], np.int32)
         query_lens = np.array([query_len for _, query_len in scheduled], np.int32)
@@ -213,8 +199,30 @@ class Scheduler:
             is_sampled=is_sampled,
             num_decodes=num_decodes,
             new_rows=tuple(new_rows),
-            new_blocks=tuple(new_blocks),
+            new_blocks=new_blocks,
         )
+
+    def _extend_tables(self, scheduled: list[tuple[Request, int]]) -> tuple[NewBlocks, ...]:
+        """Give the requests the blocks that this step's tokens go to, all taken at once."""
+        growing = []
+        for request, query_len in scheduled:
+            missing = self._num_blocks(request.num_scheduled_tokens + query_len) - len(
+                request.block_ids
+            )
+            if missing > 0:
+                growing.append((request, missing))
+        if not growing:
+            return ()
+        block_ids = self._blocks.allocate(sum(missing for _, missing in growing))
+        assert block_ids is not None, "reserved blocks were not there"
+        physical_ids = self._blocks.device_ids(block_ids)
+        new_blocks, at = [], 0
+        for request, missing in growing:
+            held, taken = len(request.block_ids), slice(at, at + missing)
+            new_blocks.append(NewBlocks(row=request.row, index=held, block_ids=physical_ids[taken]))
+            request.block_ids.extend(block_ids[taken])
+            at += missing
+        return tuple(new_blocks)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -44,15 +45,15 @@ class BlockMachine(RuleBasedStateMachine):
 
     def state(self) -> Any:
         """All that a failing call must leave alone."""
-        blocks = self.manager._blocks.items()
+        manager = self.manager
         return (
-            {i: (b.ref_count, b.is_on_device, b.physical_id) for i, b in blocks},
-            sorted(self.manager._free_device),
-            sorted(self.manager._free_host),
+            {i: (manager.ref_count(i), self.address(i)) for i in self.live()},
+            manager._free_device.ids(),
+            manager._free_host.ids(),
         )
 
     def address(self, block: int) -> tuple[bool, int]:
-        return (self.on_device[block], self.manager._blocks[block].physical_id)
+        return (self.on_device[block], int(self.manager._physical_ids[block]))
 
     # Rules.
 
@@ -125,7 +126,7 @@ class BlockMachine(RuleBasedStateMachine):
         manager, live = self.manager, self.live()
         manager.check_invariants()
         assert {block: manager.ref_count(block) for block in live} == dict(live)
-        assert set(manager._blocks) == set(live)
+        assert set(np.flatnonzero(manager._ref_counts).tolist()) == set(live)
         assert {block: manager.is_on_device(block) for block in live} == {
             block: self.on_device[block] for block in live
         }
