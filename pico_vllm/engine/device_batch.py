@@ -67,14 +67,22 @@ class _HostFields:
     query_start_loc: NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Where a shape's fields lie in one turn's pinned memory."""
+
+    fields: _HostFields
+    device: Tensor
+    host: Tensor
+
+
 @dataclass(slots=True)
 class _ForShape:
     """Made once for a shape: where its fields lie on the host, and its batch on the device."""
 
     batch: ForwardBatch
-    fields: list[_HostFields]
-    copies: list[tuple[Tensor, Tensor]]
-    """(device, host) of each turn."""
+    turns: dict[int, _Turn]
+    """Made when they first come round."""
 
 
 @dataclass(slots=True)
@@ -130,20 +138,19 @@ class DeviceBatchBuilder:
         self._send_changes(plan)
         # Shapes that have a graph were padded once; others may never come again.
         made = self._for_shape(shape, is_kept=False)
-        self._fill(made.fields[self._turn], plan)
-        device, host = made.copies[self._turn]
-        device.copy_(host, non_blocking=True)
+        turn = self._turn_of(made, shape, self._turn)
+        self._fill(turn.fields, plan)
+        turn.device.copy_(turn.host, non_blocking=True)
         return made.batch
 
     def stage_padding(self, shape: Shape) -> ForwardBatch:
         """A batch of padding alone: it changes nothing but what belongs to nobody."""
         made = self._for_shape(shape, is_kept=True)
-        fields = made.fields[TURNS]
-        self._pad(fields, 0, 0)
-        fields.query_start_loc[0] = 0
+        turn = self._turn_of(made, shape, TURNS)
+        self._pad(turn.fields, 0, 0)
+        turn.fields.query_start_loc[0] = 0
         # Waits, and may: nothing is being served yet, or a new shape costs far more.
-        device, host = made.copies[TURNS]
-        device.copy_(host)
+        turn.device.copy_(turn.host)
         return made.batch
 
     def batch_of(self, shape: Shape) -> ForwardBatch:
@@ -228,10 +235,8 @@ class DeviceBatchBuilder:
 
     def _make(self, shape: Shape) -> _ForShape:
         T = shape.num_tokens
-        fields = shape.fields()
-        num_words = fields[-1].stop
         ids, token_rows, positions, rows, seq_lens, sample_at, starts = (
-            self._device_words[field] for field in fields
+            self._device_words[field] for field in shape.fields()
         )
         batch = ForwardBatch(
             token_ids=ids,
@@ -253,11 +258,19 @@ class DeviceBatchBuilder:
                 is_long=shape.is_long,
             ),
         )
-        return _ForShape(
-            batch,
-            [_HostFields(*(turn.words[field] for field in fields)) for turn in self._turns],
-            [(self._device_words[:num_words], turn.tensor[:num_words]) for turn in self._turns],
-        )
+        return _ForShape(batch, {})
+
+    def _turn_of(self, made: _ForShape, shape: Shape, index: int) -> _Turn:
+        turn = made.turns.get(index)
+        if turn is None:
+            pinned, fields = self._turns[index], shape.fields()
+            num_words = fields[-1].stop
+            turn = made.turns[index] = _Turn(
+                _HostFields(*(pinned.words[field] for field in fields)),
+                self._device_words[:num_words],
+                pinned.tensor[:num_words],
+            )
+        return turn
 
     def _pinned(self, num_words: int) -> _Pinned:
         is_pinned = self._device.type == "cuda"
