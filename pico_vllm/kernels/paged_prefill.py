@@ -137,9 +137,8 @@ def _paged_prefill_kernel(
     let_next_start(USE_PDL)
     wait_for_inputs(USE_PDL)
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    # A prompt's last tile takes longest, so the first programs get it: none is left to end alone.
     g = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
-    tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - tl.program_id(0) // NUM_KV_HEADS
+    tile = tl.program_id(0) // NUM_KV_HEADS
 
     # Request r has the tiles from query_start_loc[r] // TILE_TOKENS + r on, which leaves room for
     # one partly filled tile a request. The tokens after the last request are one more, which sees
@@ -156,7 +155,11 @@ def _paged_prefill_kernel(
     query_start = tl.load(query_start_loc_ptr + r)
     query_end = tl.load(query_start_loc_ptr + r + 1, mask=is_request, other=num_tokens)
     query_len = query_end - query_start
-    first = (tile - query_start // TILE_TOKENS - r) * TILE_TOKENS
+    # A prompt's last tile takes longest, so its first program gets it; and the oldest prompt, whose
+    # context may be long where its chunk is short, comes first: no program is left to end alone.
+    ahead, behind = tile - query_start // TILE_TOKENS - r, query_end // TILE_TOKENS + r - tile
+    # Padding may lack a program at its end, not at its beginning.
+    first = tl.where(is_request, behind, ahead) * TILE_TOKENS
     if first >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + r, mask=is_request, other=0)

@@ -129,9 +129,11 @@ def test_shapes(group: int, head_dim: int) -> None:
     check(made([15, 16, 17], [15, 16, 40], group=group, head_dim=head_dim))
 
 
-def test_padding() -> None:
-    """Tokens that belong to no request, and those of requests with seq_len 0, give zeros."""
-    step = made([9, 1, 0, 0], [9, 0, 0, 0], num_padding=23)
+@pytest.mark.parametrize(("second", "num_padding"), [(1, 23), (2, 29), (2, 28), (1, 20)])
+def test_padding(second: int, num_padding: int) -> None:
+    """Tokens that belong to no request, and those of requests with seq_len 0, give zeros: padding
+    that begins or ends where a tile of 10 tokens does, or not."""
+    step = made([9, second, 0, 0], [9, 0, 0, 0], num_padding=num_padding)
     out = check(step)
     assert not out[9:].any() and out[:9].all()
 
