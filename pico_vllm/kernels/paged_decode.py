@@ -29,6 +29,8 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS_IN_PLACE = 16
 """More than this and one program adding them up takes longer than a second kernel."""
 MAX_SPLITS = 128
+COMBINE_D = 32
+"""Of a head, what one program of the second kernel adds up."""
 LONG_CONTEXT = 2048
 """Tokens from which on more splits pay."""
 
@@ -254,18 +256,19 @@ def _add_splits(
 @triton.jit
 def _combine_kernel(
     partial_ptr, stats_ptr, seq_lens_ptr, out_ptr,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_FUSED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one request: all its splits at once."""
+    """BLOCK_D places of one head of one request: all its splits at once."""
     let_next_start(USE_PDL)
     pair, head = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + pair // NUM_KV_HEADS)
     num_tiles = tl.cdiv(seq_len - IS_FUSED, BLOCK_N)
     tiles_per_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
     num_used = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
-    d, split = tl.arange(0, D_PAD), tl.arange(0, NUM_SPLITS)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    split = tl.arange(0, NUM_SPLITS)
     is_used = split < num_used
     at = (pair.to(tl.int64) * NUM_SPLITS + split) * GROUP + head
     wait_for_inputs(USE_PDL)
@@ -461,7 +464,7 @@ def _launch(
     group = num_heads // num_kv_heads
     head_dim_pad = triton.next_power_of_2(head_dim)
     tile = tile_options(head_dim_pad * q.dtype.itemsize, is_long)
-    heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim, "D_PAD": head_dim_pad}
+    heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
     cut = {"NUM_SPLITS": splits, "BLOCK_N": tile["BLOCK_N"], "IS_FUSED": rope is not None}
     _paged_decode_kernel[(num_requests * num_kv_heads * splits,)](
         q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, out_RHD,
@@ -469,16 +472,16 @@ def _launch(
         cos, sin, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
         scale * LOG2_E, eps,
         q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
-        GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        D_PAD=head_dim_pad, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         GROUP_POW2=triton.next_power_of_2(group), S=block_size,
         MOST_IN_PLACE=MAX_SPLITS_IN_PLACE, HAS_NORM=q_norm is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **heads, **(tile | cut), **options,
     )  # fmt: skip
     if splits > MAX_SPLITS_IN_PLACE:
-        _combine_kernel[(num_requests * num_kv_heads, group)](
+        _combine_kernel[(num_requests * num_kv_heads, group, triton.cdiv(head_dim, COMBINE_D))](
             scratch.partials, scratch.stats, seq_lens_R, out_RHD,
-            **heads, **cut, num_warps=8, **options,
+            BLOCK_D=COMBINE_D, **heads, **cut, num_warps=4, **options,
         )  # fmt: skip
     return out_RHD
 
