@@ -26,7 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128,
               "hidden_size": 136, "intermediate_size": 520},
     "llama": {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 80,
-              "hidden_size": 264, "intermediate_size": 408, "tie_word_embeddings": True},
+              "hidden_size": 280, "intermediate_size": 408, "tie_word_embeddings": True},
 }  # fmt: skip
 SETTINGS: dict[str, Any] = {"device": "cuda", "num_kv_blocks": 512, "max_num_seqs": 16}
 
