@@ -96,4 +96,4 @@ class TritonEmbedding(Embedding):
             self.weight.weight_NK,
             batch.slot_mapping,
             feed.block_size,
-        )
+        ).to(self.dtype)
