@@ -81,10 +81,13 @@ def test_same_answers_as_plain_operations(model: Path) -> None:
     assert values[0] == pytest.approx(values[1], abs=1e-4) and len(values[0]) >= 2
 
 
-@pytest.mark.parametrize("settings", [{"kernels": "triton", "weight_format": "bf16"}])
+@pytest.mark.parametrize(
+    "settings", [{"kernels": "attention"}, {"kernels": "triton", "weight_format": "bf16"}]
+)
 def test_plain_layers_around_triton_attention(model: Path, settings: dict[str, str]) -> None:
-    """With PyTorch's layers around our attention, since the weights have another dtype, greedy and
-    sampled tokens are those of plain operations; the head is then PyTorch's too."""
+    """With PyTorch's layers around our attention, since they were asked for or since the weights
+    have another dtype, greedy and sampled tokens are those of plain operations; the head is then
+    PyTorch's too."""
     params = [greedy(2), SamplingParams(max_tokens=2, temperature=1.3, seed=5, ignore_eos=True)]
     with LLM(str(model), **PLAIN | settings | {"kernels": "plain"}) as llm:
         wanted = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
