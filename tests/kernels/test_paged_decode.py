@@ -102,6 +102,7 @@ def check(
     assert not it.scratch.counters.any()
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("seq_lens", [[1], [15, 16, 17, 0], [0], [100, 3, 64, 65, 1]])
 def test_lengths_around_blocks_and_tiles(seq_lens: list[int]) -> None:
     """Every length gives what dense attention gives, and length 0 gives zeros."""
@@ -110,14 +111,14 @@ def test_lengths_around_blocks_and_tiles(seq_lens: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size"),
-    [(1, 80, 8), (7, 96, 32), (4, 128, 64)],
+    [(1, 80, 8), pytest.param(7, 96, 32, marks=pytest.mark.memcheck), (4, 128, 64)],
 )
 def test_shapes(group: int, head_dim: int, block_size: int) -> None:
     """GQA ratios, head dims that are no power of two, and block sizes change nothing."""
     check([33, 70], group=group, head_dim=head_dim, block_size=block_size)
 
 
-@pytest.mark.parametrize("seq_lens", [[300], [0, 129]])
+@pytest.mark.parametrize("seq_lens", [[300], pytest.param([0, 129], marks=pytest.mark.memcheck)])
 def test_splits_for_long_contexts(seq_lens: list[int]) -> None:
     """Splits that a second kernel adds up give the same."""
     check(seq_lens, num_kv_heads=1, is_long=True)
@@ -212,13 +213,14 @@ def check_fused(made: Fused) -> None:
     assert torch.equal(slots[0] & ~slots[1], torch.zeros_like(slots[0]))
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.memcheck), True])
 def test_fused_rope_store_and_attention(has_norm: bool) -> None:
     """The fused kernel rotates, stores the new KV in its slot alone, and attends over it too."""
     made = fused([1, 16, 17, 0, 70], group=3, head_dim=64, dtype=torch.float32, has_norm=has_norm)
     check_fused(made)
 
 
+@pytest.mark.memcheck
 def test_fused_odd_head_dim_half() -> None:
     """A head dim that is no power of two rotates by its own half."""
     check_fused(fused([40, 2], group=2, head_dim=80, dtype=torch.float32, has_norm=True))

@@ -128,8 +128,8 @@ def test_chunks_and_decode_rows(block_size: int) -> None:
     ("group", "head_dim"),
     [
         (1, 64),
-        (6, 80),
-        (7, 96),
+        pytest.param(6, 80, marks=pytest.mark.memcheck),
+        pytest.param(7, 96, marks=pytest.mark.memcheck),
         (8, 16),
     ],
 )
@@ -138,6 +138,7 @@ def test_shapes(group: int, head_dim: int) -> None:
     check(made([15, 16, 17], [15, 16, 40], group=group, head_dim=head_dim))
 
 
+@pytest.mark.memcheck
 def test_padding() -> None:
     """Tokens that belong to no request, and those of requests with seq_len 0, give zeros."""
     step = made([9, 1, 0, 0], [9, 0, 0, 0], num_padding=23)
@@ -161,6 +162,7 @@ def test_whole_equals_chunked() -> None:
             torch.testing.assert_close(chunk, out[start:end], atol=1e-6, rtol=0)
 
 
+@pytest.mark.memcheck
 def test_default_config() -> None:
     """The config chosen from the shapes gives the same answer."""
     check(made([30, 3], [70, 3], head_dim=64), None)

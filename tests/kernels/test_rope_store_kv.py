@@ -73,8 +73,8 @@ def check(
     ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype"),
     [
         (12, 2, 128, 16, torch.bfloat16),
-        (3, 3, 80, 8, torch.float32),
-        (20, 5, 8, 64, torch.float16),
+        pytest.param(3, 3, 80, 8, torch.float32, marks=pytest.mark.memcheck),
+        pytest.param(20, 5, 8, 64, torch.float16, marks=pytest.mark.memcheck),
     ],
 )
 def test_same_as_the_twin(

@@ -91,6 +91,7 @@ def check(made: Case) -> None:
 FLAGS = ("has_norm", "has_bias", "has_residual", "has_silu_mul")
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("M", [1, 5])
 @pytest.mark.parametrize(
     ("flags", "N", "K"),
@@ -106,6 +107,7 @@ def test_flags_and_odd_sizes(M: int, flags: tuple[str, ...], N: int, K: int) -> 
     check(case(M, N, K, torch.float32, **dict.fromkeys(flags, True)))
 
 
+@pytest.mark.memcheck
 def test_all_parts_over_many_splits() -> None:
     """Norm, bias, SiLU and residual wait until the splits of K are added up."""
     check(case(3, 10, 2500, torch.float32, **dict.fromkeys(FLAGS, True)))

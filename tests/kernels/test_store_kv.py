@@ -37,8 +37,8 @@ def check(
     [
         (0, 2, 64, 16, torch.float32),
         (1, 1, 8, 1, torch.float32),
-        (20, 3, 80, 8, torch.bfloat16),
-        (33, 2, 96, 64, torch.float16),
+        pytest.param(20, 3, 80, 8, torch.bfloat16, marks=pytest.mark.memcheck),
+        pytest.param(33, 2, 96, 64, torch.float16, marks=pytest.mark.memcheck),
     ],
 )
 def test_store_equals_reference(
