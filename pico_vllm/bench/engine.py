@@ -28,7 +28,7 @@ class PicoEngine:
         self.name = "pico-vllm"
         self._llm = llm
         # Elsewhere a launch computes, or waits, and its time is not the host's own.
-        is_apart = llm.config.device != "cpu" and llm.config.kernels == "triton"
+        is_apart = llm.config.device != "cpu" and llm.config.uses_triton
         self.host_clock = llm.engine.host_clock if is_apart else None
 
     def generate(self, prompts: Sequence[list[int]], num_output_tokens: Sequence[int]) -> None:

@@ -39,6 +39,7 @@ class Stage:
 
 _PLAIN = {"kernels": "plain", "overlap": "off", "cpu_graph": "off"}
 _TRITON = {"kv": "paged", "kernels": "triton"}
+_ALONE = {"cuda_graph": "off", "overlap": "off"}
 _CACHES = (
     # These two have no blocks to count.
     Stage("no cache", {"kv": "none", "num_kv_blocks": None, **_PLAIN}),
@@ -48,7 +49,8 @@ STAGES = {
     "cuda": (
         *_CACHES,
         Stage("paged gather", {"kv": "paged", **_PLAIN}),
-        Stage("triton kernels", {**_TRITON, "cuda_graph": "off", "overlap": "off"}, 32),
+        Stage("paged kernel", {"kv": "paged", "kernels": "attention", **_ALONE}, 32),
+        Stage("fused", {**_TRITON, **_ALONE}, 32),
         Stage("graph", {**_TRITON, "cuda_graph": "lazy", "overlap": "off"}, 64),
         Stage("overlap", {**_TRITON, "cuda_graph": "lazy", "overlap": "on"}, 64),
     ),

@@ -23,10 +23,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_format": ("auto", "keep", "bf16", "fp32"),
     "load_format": ("auto", "dummy"),
     "cpu_graph": ("on", "off"),
-    "kernels": ("auto", "triton", "plain"),
+    "kernels": ("auto", "triton", "attention", "plain"),
     "cuda_graph": ("lazy", "eager-start", "off"),
     "overlap": ("auto", "on", "off"),
 }
+WITH_TRITON = ("triton", "attention")
+"""Of kernels: those whose attention, and with it the batch and its runner, is Triton's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +66,14 @@ class EngineConfig:
     """on replays decode steps of few requests on the CPU as graphs, where the weights are packed or
     plain; off runs them op by op."""
     kernels: str = "auto"
-    """triton runs our own GPU kernels, plain PyTorch's operations; auto is triton on a GPU."""
+    """triton runs our own GPU kernels, plain PyTorch's operations, attention our kernels of
+    attention and KV cache with PyTorch's operations around them; auto is triton on a GPU."""
     cuda_graph: str = "lazy"
     """On a GPU: lazy captures a graph when a batch size first comes up, eager-start captures all of
     decoding at start, off launches kernel by kernel."""
     overlap: str = "auto"
-    """on launches a step before the ids of the one before it are read; auto is on with triton."""
+    """on launches a step before the ids of the one before it are read; auto is on with
+    triton and attention."""
     num_threads: int | None = None
     """CPU threads, of all engines in this process; None takes the cores it may use."""
 
@@ -128,6 +132,10 @@ class EngineConfig:
             or not -(2**63) <= self.seed < 2**63
         ):
             raise ConfigError(f"seed must be a 64-bit integer, not {show(self.seed)}", param="seed")
+
+    @property
+    def uses_triton(self) -> bool:
+        return self.kernels in WITH_TRITON
 
     @staticmethod
     def _check_budget(max_num_batched_tokens: int | None, max_num_seqs: int | None) -> None:
@@ -213,13 +221,15 @@ class EngineConfig:
         kernels = self.kernels
         if kernels == "auto":
             kernels = "triton" if is_gpu and self.kv == "paged" else "plain"
-        if kernels == "triton" and self.kv != "paged":
+        uses_triton = kernels in WITH_TRITON
+        if uses_triton and self.kv != "paged":
             raise ConfigError(
-                f"kernels triton needs kv paged, not {self.kv}; use kernels plain", param="kernels"
+                f"kernels {kernels} needs kv paged, not {self.kv}; use kernels plain",
+                param="kernels",
             )
         overlap = self.overlap
         if overlap == "auto":
-            overlap = "on" if kernels == "triton" else "off"
+            overlap = "on" if uses_triton else "off"
         if overlap == "on" and self.kv == "none":
             raise ConfigError(
                 "overlap on needs a KV cache: without one a step computes whole sequences, whose "
@@ -231,7 +241,7 @@ class EngineConfig:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
             kernels=kernels,
-            cuda_graph=self.cuda_graph if is_gpu and kernels == "triton" else "off",
+            cuda_graph=self.cuda_graph if is_gpu and uses_triton else "off",
             overlap=overlap,
             dtype=dtype,
             device=device,

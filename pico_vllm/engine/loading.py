@@ -23,6 +23,7 @@ from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.model_runner import KVCache, ModelRunner, Runner
 from pico_vllm.errors import ConfigError, ModelLoadError
 from pico_vllm.layers.linear import OneDnnWeight
+from pico_vllm.layers.plain import PlainLayers
 from pico_vllm.models.gguf import GGUFSource
 from pico_vllm.models.hub import ModelFiles, read_hf_config, resolve_model
 from pico_vllm.models.llama import LlamaForCausalLM, parameter_shapes
@@ -77,7 +78,7 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
             has_fast_bf16=device.type == "cuda" or hardware.cpu_has_fast_bf16(),
             num_threads=torch.get_num_threads(),
         )
-        if resolved.kernels == "triton":
+        if resolved.uses_triton:
             triton_loading.check(resolved, model_config, device)
         _warn_of_shorter_window(config, resolved, model_config)
         # Before the weights: the model's table of angles is as long as the window.
@@ -87,7 +88,7 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
     finally:
         source.close()
     activation_bytes = 0
-    if resolved.kernels == "triton" and device.type == "cuda":
+    if resolved.uses_triton and device.type == "cuda":
         report("profiling memory", 0, 1)
         activation_bytes = triton_loading.profile_activations(model, model_config, resolved, device)
         report("profiling memory", 1, 1)
@@ -239,7 +240,7 @@ def load_weights(
         # Packed weights have products on the CPU only.
         keeps_packed=config.weight_format == "keep" and device.type == "cpu",
         device=device,
-        uses_triton=config.kernels == "triton",
+        layers=triton_loading.make_layers(config, device) if config.uses_triton else PlainLayers(),
         progress=progress,
     )
     assert config.max_model_len is not None
@@ -396,7 +397,7 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         keeps_kv=config.kv != "none",
     )
-    if config.kernels == "triton":
+    if config.uses_triton:
         on_device = triton_loading.build_runner(model, model_config, config, sampler, device)
         if on_device.graphs is not None and config.cuda_graph == "eager-start":
             on_device.graphs.capture_decodes(partial(on_progress, "capturing graphs"))

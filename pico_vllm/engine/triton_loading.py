@@ -19,6 +19,7 @@ from pico_vllm.sampler.sampler import Sampler
 if TYPE_CHECKING:
     from pico_vllm.engine.device_batch import Shape
     from pico_vllm.engine.triton_runner import TritonRunner
+    from pico_vllm.layers.triton_linear import FedLayers
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -34,13 +35,13 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device) -> Non
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"kernels triton needs a GPU, and the device is {device}; use kernels plain",
+            f"kernels {config.kernels} needs a GPU, and the device is {device}; use kernels plain",
             param="kernels",
         )
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
-            "kernels triton needs the package triton, which this torch came without; install it, "
-            "or use kernels plain",
+            f"kernels {config.kernels} needs the package triton, which this torch came without; "
+            "install it, or use kernels plain",
             param="kernels",
         )
     if model.head_dim % 8 or model.head_dim > MAX_HEAD_DIM:
@@ -55,6 +56,12 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device) -> Non
             f"{', '.join(map(str, BLOCK_SIZES))}; use one of them, or --kernels plain",
             param="block_size",
         )
+
+
+def make_layers(config: EngineConfig, device: torch.device) -> FedLayers:
+    from pico_vllm.layers.triton_linear import FedLayers, TritonLayers
+
+    return TritonLayers(device) if config.kernels == "triton" else FedLayers()
 
 
 def build_runner(

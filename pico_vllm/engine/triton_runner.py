@@ -23,6 +23,7 @@ from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
 from pico_vllm.kernels.small_linear import MAX_ROWS
+from pico_vllm.layers.triton_linear import TritonLinear
 from pico_vllm.models.llama import LlamaForCausalLM
 from pico_vllm.sampler.sampler import Sampler
 from pico_vllm.sampling_params import SamplingParams
@@ -200,11 +201,12 @@ class TritonRunner:
             "scratch": self._head_scratch,
             "out_R": self._ids[: len(x_RE)],
         }
-        if len(x_RE) <= MAX_ROWS:
-            head_VE = model.head.weight.weight_NK
+        head = model.head
+        if isinstance(head, TritonLinear) and len(x_RE) <= MAX_ROWS:
+            head_VE = head.weight.weight_NK
             head_sample(x_RE, model.norm.weight_E, model.norm.eps, head_VE, **around)
         else:
-            sample_logits(model.head.normed(model.norm, x_RE), **around)
+            sample_logits(head.normed(model.norm, x_RE), **around)
 
     def _send_ids(self, plan: StepPlan, batch: ForwardBatch) -> PendingIds:
         self._turn = (self._turn + 1) % TURNS

@@ -18,8 +18,9 @@ from pico_vllm.kernels.rms_norm import rms_norm
 from pico_vllm.kernels.silu_mul import silu_mul
 from pico_vllm.kernels.small_linear import LinearScratch, beats_cublas, small_linear
 from pico_vllm.layers.embedding import Embedding
-from pico_vllm.layers.linear import DenseWeight, Linear
+from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear, Weight
 from pico_vllm.layers.norm import RMSNorm
+from pico_vllm.layers.plain import PlainLayers
 
 
 class TritonLinear(Linear):
@@ -67,19 +68,6 @@ class TritonLinear(Linear):
         )
 
 
-class TritonLayers:
-    """Makes the layers of one device, which share their scratch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._scratch = LinearScratch.allocate(device)
-
-    def linear(self, weight: DenseWeight, bias_N: Tensor | None) -> TritonLinear:
-        return TritonLinear(weight, bias_N, self._scratch)
-
-    def embedding(self, weight: DenseWeight, dtype: torch.dtype) -> TritonEmbedding:
-        return TritonEmbedding(weight, dtype)
-
-
 class TritonEmbedding(Embedding):
     weight: DenseWeight
 
@@ -96,4 +84,24 @@ class TritonEmbedding(Embedding):
             self.weight.weight_NK,
             batch.slot_mapping,
             feed.block_size,
-        )
+        ).to(self.dtype)
+
+
+class FedLayers(PlainLayers):
+    """Plain but for the embedding, which finds the ids and slots that a device's batch lacks."""
+
+    def embedding(self, weight: DenseWeight | Int8Weight, dtype: torch.dtype) -> TritonEmbedding:
+        assert isinstance(weight, DenseWeight), type(weight)
+        return TritonEmbedding(weight, dtype)
+
+
+class TritonLayers(FedLayers):
+    """Makes the layers of one device, which share their scratch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._scratch = LinearScratch.allocate(device)
+
+    def linear(self, weight: Weight, bias_N: Tensor | None) -> Linear:
+        if not isinstance(weight, DenseWeight):
+            return super().linear(weight, bias_N)
+        return TritonLinear(weight, bias_N, self._scratch)

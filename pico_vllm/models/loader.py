@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,10 +24,8 @@ from pico_vllm.layers.linear import (
     OneDnnWeight,
     Weight,
 )
+from pico_vllm.layers.plain import PlainLayers
 from pico_vllm.models.weights import EMBEDDING, TensorInfo, WeightSource
-
-if TYPE_CHECKING:
-    from pico_vllm.layers.triton_linear import TritonLayers
 
 FOUR_BIT = {"q4_0", "q4_1", "q4_k"}
 EIGHT_BIT = {"q8_0", "q6_k"}
@@ -108,23 +105,18 @@ class WeightLoader:
         weight_dtype: torch.dtype,
         keeps_packed: bool,
         device: torch.device,
-        uses_triton: bool = False,
+        layers: PlainLayers,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """dtype: of activations. weight_dtype: of weights that are not packed. progress: told the
-        tensors read."""
+        """dtype: of activations. weight_dtype: of weights that are not packed. layers: makes
+        what weights are put into. progress: told the tensors read."""
         self.device = device
         self._source = source
         self.dtype = dtype
         self._weight_dtype = weight_dtype
         self._keeps_packed = keeps_packed
         self._progress = progress or (lambda num_tensors: None)
-        self._triton: TritonLayers | None = None
-        if uses_triton:
-            # Late: a machine without a GPU need not have Triton.
-            from pico_vllm.layers.triton_linear import TritonLayers
-
-            self._triton = TritonLayers(device)
+        self._layers = layers
 
     def vector(self, name: str) -> Tensor:
         """A norm weight or a bias, in the dtype of activations."""
@@ -140,22 +132,14 @@ class WeightLoader:
         bias_names = [f"{name}.bias" for name in names if f"{name}.bias" in self._source.tensors]
         assert len(bias_names) in (0, len(names)), bias_names
         bias = torch.cat([self.vector(name) for name in bias_names]) if bias_names else None
-        return self._linear(self._weight(weight_names), bias)
+        return self._layers.linear(self._weight(weight_names), bias)
 
     def embedding(self, name: str) -> Embedding:
-        weight = self._weight([name], is_embedding=True)
-        if self._triton is not None and isinstance(weight, DenseWeight):
-            return self._triton.embedding(weight, self.dtype)
-        return Embedding(weight, self.dtype)
+        return self._layers.embedding(self._weight([name], is_embedding=True), self.dtype)
 
     def tied_head(self, embedding: Embedding) -> Linear:
         """The head that shares the embedding's weight: one copy in memory."""
-        return self._linear(self._cast(embedding.weight), None)
-
-    def _linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        if self._triton is not None and isinstance(weight, DenseWeight):
-            return self._triton.linear(weight, bias)
-        return Linear(weight, bias)
+        return self._layers.linear(self._cast(embedding.weight), None)
 
     def _weight(self, names: Sequence[str], *, is_embedding: bool = False) -> Weight:
         infos = [self._source.tensors[name] for name in names]

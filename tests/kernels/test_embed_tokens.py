@@ -11,6 +11,7 @@ from pico_vllm.kernels.scatter import scatter, scatter_reference
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("hidden", [48, 2500])
 def test_embed_tokens(hidden: int) -> None:
     """Known ids, ids of the last step and padding give their embeddings and slots."""
@@ -29,6 +30,7 @@ def test_embed_tokens(hidden: int) -> None:
     assert torch.equal(x[1], weight[9])
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("num_changes", [0, 1, 300])
 def test_scatter(num_changes: int) -> None:
     """Named elements change, all others stay."""

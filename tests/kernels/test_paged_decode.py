@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from paged import PagedCase, paged_case
+from pairwise import pairwise
 from torch import Tensor
 
 from pico_vllm.config.model import RopeConfig
@@ -101,6 +102,7 @@ def check(
     assert not it.scratch.counters.any()
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("seq_lens", [[1], [15, 16, 17, 0], [0], [100, 3, 64, 65, 1]])
 def test_lengths_around_blocks_and_tiles(seq_lens: list[int]) -> None:
     """Every length gives what dense attention gives, and length 0 gives zeros."""
@@ -108,30 +110,18 @@ def test_lengths_around_blocks_and_tiles(seq_lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "head_dim", "block_size"), [(1, 80, 8), (7, 96, 32), (4, 128, 64)]
+    ("group", "head_dim", "block_size"),
+    [(1, 80, 8), pytest.param(7, 96, 32, marks=pytest.mark.memcheck), (4, 128, 64)],
 )
 def test_shapes(group: int, head_dim: int, block_size: int) -> None:
     """GQA ratios, head dims that are no power of two, and block sizes change nothing."""
     check([33, 70], group=group, head_dim=head_dim, block_size=block_size)
 
 
-@pytest.mark.parametrize("seq_lens", [[300], [0, 129]])
+@pytest.mark.parametrize("seq_lens", [[300], pytest.param([0, 129], marks=pytest.mark.memcheck)])
 def test_splits_for_long_contexts(seq_lens: list[int]) -> None:
     """Splits that a second kernel adds up give the same."""
     check(seq_lens, num_kv_heads=1, is_long=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(ALLOWED))
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize(("block_size", "group"), [(8, 1), (16, 6), (32, 7), (64, 2), (16, 8)])
-def test_grid(dtype: torch.dtype, head_dim: int, block_size: int, group: int) -> None:
-    """Every head dim, block size and dtype, GQA ratios 1 to 8, with one split and with many."""
-    shape = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
-    check([1, 0, block_size - 1, block_size, block_size + 1, 1500], **shape)
-    check([5000], **shape)
-    check([5000], is_long=True, **shape)
-    check([7, 300, 129, 64] * 40, **shape)
 
 
 @dataclass
@@ -145,6 +135,7 @@ class Fused:
     norms: tuple[Tensor, Tensor] | None
     q_rot: Tensor
     k_rot: Tensor
+    is_long: bool
 
     def run(self) -> Tensor:
         q_norm, k_norm = self.norms or (None, None)
@@ -152,19 +143,28 @@ class Fused:
         return rope_paged_decode(
             self.qkv_RND, self.rope.cos_PD, self.rope.sin_PD, it.k_BGSD, it.v_BGSD, it.table,
             it.rows, it.seq_lens, scale=self.scale, scratch=it.scratch,
-            q_norm_D=q_norm, k_norm_D=k_norm, eps=1e-6, is_long=False,
+            q_norm_D=q_norm, k_norm_D=k_norm, eps=1e-6, is_long=self.is_long,
         )  # fmt: skip
 
 
 def fused(
-    seq_lens: list[int], *, group: int, head_dim: int, dtype: torch.dtype, has_norm: bool
+    seq_lens: list[int],
+    *,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    has_norm: bool,
+    block_size: int = 16,
+    is_long: bool = False,
 ) -> Fused:
     G, H = 2, 2 * group
-    case = paged_case(seq_lens, num_kv_heads=G, head_dim=head_dim, dtype=dtype)
+    case = paged_case(
+        seq_lens, num_kv_heads=G, head_dim=head_dim, block_size=block_size, dtype=dtype
+    )
     it = on_device(case, H)
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(len(seq_lens), H + 2 * G, head_dim, generator=generator).to(dtype)
-    rope = Rope(RopeConfig(theta=10000.0), head_dim, 4096, DEVICE)
+    rope = Rope(RopeConfig(theta=10000.0), head_dim, 5000, DEVICE)
     norms = None
     qk = qkv[:, : H + G].float()
     if has_norm:
@@ -178,20 +178,22 @@ def fused(
     positions = torch.tensor([max(length - 1, 0) for length in seq_lens], device=DEVICE)
     cos, sin = (x.cpu() for x in rope.gather(positions, torch.float32))
     rotated = apply_rope(qk, cos, sin).to(dtype)
-    return Fused(it, qkv.to(DEVICE), rope, head_dim**-0.5, norms, rotated[:, :H], rotated[:, H:])
+    return Fused(
+        it, qkv.to(DEVICE), rope, head_dim**-0.5, norms, rotated[:, :H], rotated[:, H:], is_long
+    )
 
 
 def check_fused(made: Fused) -> None:
     case, qkv = made.it.case, made.qkv_RND.cpu()
     H, G = made.q_rot.shape[1], made.k_rot.shape[1]
-    dtype = qkv.dtype
+    dtype, block_size = qkv.dtype, case.k_BGSD.shape[2]
     pool = case.k_BGSD._base
     assert pool is not None
     expected_pool = pool.clone()
     for r, seq_len in enumerate(case.seq_lens.tolist()):
         if seq_len:
-            block = int(case.block_table[r, (seq_len - 1) // 16])
-            at = (block, slice(None), 1, slice(None), (seq_len - 1) % 16)
+            block = int(case.block_table[r, (seq_len - 1) // block_size])
+            at = (block, slice(None), 1, slice(None), (seq_len - 1) % block_size)
             expected_pool[at] = torch.stack((made.k_rot[r], qkv[r, H + G :]), dim=1)
     expected = paged_decode_reference(
         made.q_rot.float(), expected_pool[:, :, 1, 0].float(), expected_pool[:, :, 1, 1].float(),
@@ -211,26 +213,49 @@ def check_fused(made: Fused) -> None:
     assert torch.equal(slots[0] & ~slots[1], torch.zeros_like(slots[0]))
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.memcheck), True])
 def test_fused_rope_store_and_attention(has_norm: bool) -> None:
     """The fused kernel rotates, stores the new KV in its slot alone, and attends over it too."""
     made = fused([1, 16, 17, 0, 70], group=3, head_dim=64, dtype=torch.float32, has_norm=has_norm)
     check_fused(made)
 
 
+@pytest.mark.memcheck
 def test_fused_odd_head_dim_half() -> None:
     """A head dim that is no power of two rotates by its own half."""
     check_fused(fused([40, 2], group=2, head_dim=80, dtype=torch.float32, has_norm=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(ALLOWED))
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_fused_grid(dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
-    """Every head dim and dtype, with one split and with many."""
-    for seq_lens in ([1, 16, 17, 0, 70], [2000], [5, 333, 64, 129] * 40):
-        check_fused(fused(seq_lens, group=6, head_dim=head_dim, dtype=dtype, has_norm=has_norm))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size", "group", "work", "kind"),
+    pairwise(
+        list(ALLOWED),
+        [64, 80, 96, 128, 256],
+        [8, 16, 32, 64],
+        range(1, 9),
+        ["16 splits", "128 splits", "no splits"],
+        ["attention", "fused", "fused with norm"],
+    ),
+)
+def test_grid(
+    dtype: torch.dtype, head_dim: int, block_size: int, group: int, work: str, kind: str
+) -> None:
+    """Every head dim, block size, GQA ratio and dtype, attention alone and fused, with one split
+    and with many: pairwise, any two of these values meet in a case."""
+    S = block_size
+    batches = {
+        "16 splits": ([1, 0, S - 1, S, S + 1, 1500], [5000]),
+        "128 splits": ([5000],),
+        "no splits": ([7, 300, 129, 64, 0] * 32,),
+    }
+    shape = {"group": group, "head_dim": head_dim, "block_size": S, "dtype": dtype}
+    for seq_lens in batches[work]:
+        settings = shape | {"is_long": work == "128 splits"}
+        if kind == "attention":
+            check(seq_lens, **settings)
+        else:
+            check_fused(fused(seq_lens, has_norm=kind == "fused with norm", **settings))
 
 
 @pytest.mark.gpu

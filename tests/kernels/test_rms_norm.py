@@ -50,12 +50,15 @@ def check_add(num_tokens: int, size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("shape", [(3, 1536), (1, 576), (7, 5, 80)])
+@pytest.mark.parametrize(
+    "shape", [(3, 1536), (1, 576), pytest.param((7, 5, 80), marks=pytest.mark.memcheck)]
+)
 def test_rows_and_heads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Rows that are no power of two, and heads, are right whatever their strides."""
     check(shape, dtype)
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("dtype", EXACT)
 def test_add(dtype: torch.dtype) -> None:
     """The sum is that of PyTorch as bits, and the norm is the sum's."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 from torch import Tensor
 
 from pico_vllm.kernels import small_linear as module
@@ -90,6 +91,7 @@ def check(made: Case) -> None:
 FLAGS = ("has_norm", "has_bias", "has_residual", "has_silu_mul")
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("M", [1, 5])
 @pytest.mark.parametrize(
     ("flags", "N", "K"),
@@ -105,6 +107,7 @@ def test_flags_and_odd_sizes(M: int, flags: tuple[str, ...], N: int, K: int) -> 
     check(case(M, N, K, torch.float32, **dict.fromkeys(flags, True)))
 
 
+@pytest.mark.memcheck
 def test_all_parts_over_many_splits() -> None:
     """Norm, bias, SiLU and residual wait until the splits of K are added up."""
     check(case(3, 10, 2500, torch.float32, **dict.fromkeys(FLAGS, True)))
@@ -167,15 +170,26 @@ def test_splits_fit_the_scratch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(LEAST_ALLOWED))
-@pytest.mark.parametrize("flags", [(), FLAGS[:2], FLAGS[2:3], (FLAGS[0], FLAGS[3]), FLAGS])
 @pytest.mark.parametrize(
-    ("N", "K"), [(2048, 1536), (1536, 8960), (1000, 1000), (96, 64), (151, 77), (4096, 4096)]
+    ("dtype", "flags", "shape", "row_counts"),
+    pairwise(
+        list(LEAST_ALLOWED),
+        [(), FLAGS[:2], FLAGS[2:3], (FLAGS[0], FLAGS[3]), FLAGS],
+        [(2048, 1536), (1536, 8960), (1000, 1000), (96, 64), (151, 77), (4096, 4096)],
+        # Those that share a compiled kernel, at least where they take the same way.
+        [(1,), (2,), (3, 4), (5, 8, 16), (17, 32), (33, 64)],
+    ),
 )
-def test_grid(dtype: torch.dtype, flags: tuple[str, ...], N: int, K: int) -> None:
-    """Every dtype and row count, for real and for odd shapes."""
-    for M in (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64):
-        check(case(M, N, K, dtype, **dict.fromkeys(flags, True)))
+def test_grid(
+    dtype: torch.dtype,
+    flags: tuple[str, ...],
+    shape: tuple[int, int],
+    row_counts: tuple[int, ...],
+) -> None:
+    """Every dtype, row count and set of parts, for real and for odd shapes: pairwise, any two of
+    these values meet in a case."""
+    for M in row_counts:
+        check(case(M, *shape, dtype, **dict.fromkeys(flags, True)))
 
 
 @pytest.mark.gpu

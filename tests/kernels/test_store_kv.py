@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from paged import LAYER, empty_layer
+from pairwise import pairwise
 
 from pico_vllm.kernels.store_kv import store_kv, store_kv_reference
 
@@ -36,8 +37,8 @@ def check(
     [
         (0, 2, 64, 16, torch.float32),
         (1, 1, 8, 1, torch.float32),
-        (20, 3, 80, 8, torch.bfloat16),
-        (33, 2, 96, 64, torch.float16),
+        pytest.param(20, 3, 80, 8, torch.bfloat16, marks=pytest.mark.memcheck),
+        pytest.param(33, 2, 96, 64, torch.float16, marks=pytest.mark.memcheck),
     ],
 )
 def test_store_equals_reference(
@@ -48,12 +49,18 @@ def test_store_equals_reference(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 32])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
-def test_grid(block_size: int, head_dim: int, num_kv_heads: int, dtype: torch.dtype) -> None:
-    """Every head count, head dim, block size and dtype."""
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "block_size", "dtype"),
+    pairwise(
+        [1, 2, 3, 8, 32],
+        [64, 80, 96, 128, 256],
+        [8, 16, 32, 64],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+)
+def test_grid(num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """Every head count, head dim, block size and dtype: pairwise, any two of these values meet in a
+    case."""
     check(150, num_kv_heads, head_dim, block_size, dtype)
 
 

@@ -26,7 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128,
               "hidden_size": 136, "intermediate_size": 520},
     "llama": {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 80,
-              "hidden_size": 264, "intermediate_size": 408, "tie_word_embeddings": True},
+              "hidden_size": 280, "intermediate_size": 408, "tie_word_embeddings": True},
 }  # fmt: skip
 SETTINGS: dict[str, Any] = {"device": "cuda", "num_kv_blocks": 512, "max_num_seqs": 16}
 
@@ -71,12 +71,14 @@ def _answers(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 def test_fp32_tokens_are_those_of_transformers(subject: Subject) -> None:
     """In fp32 64 greedy tokens equal transformers', alone and in a batch with chunked prompts, with
-    graphs and overlap."""
+    graphs and overlap; also with part of our kernels, and with none."""
     prompts = random_prompts([1, 16, 17, 61, 90], seed=2)
     wanted = [subject.greedy(prompt, 64) for prompt in prompts]
-    with LLM(subject.folder, dtype="float32", max_num_batched_tokens=40, **SETTINGS) as llm:
-        assert _answers(llm, prompts, 64) == wanted
-        assert [_answers(llm, [prompt], 64)[0] for prompt in prompts] == wanted
+    settings = SETTINGS | {"dtype": "float32", "max_num_batched_tokens": 40}
+    for kernels in ("triton", "attention", "plain"):
+        with LLM(subject.folder, kernels=kernels, **settings) as llm:
+            assert _answers(llm, prompts, 64) == wanted, kernels
+            assert [_answers(llm, [prompt], 64)[0] for prompt in prompts] == wanted, kernels
 
 
 def test_bf16_logits_are_as_near_as_transformers_own(subject: Subject) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from tiny import greedy
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
+from pico_vllm.layers.linear import Linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = {
@@ -77,6 +79,23 @@ def test_same_answers_as_plain_operations(model: Path) -> None:
         for output in (found[2], wanted[2])
     ]
     assert values[0] == pytest.approx(values[1], abs=1e-4) and len(values[0]) >= 2
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kernels": "attention"}, {"kernels": "triton", "weight_format": "bf16"}]
+)
+def test_plain_layers_around_triton_attention(model: Path, settings: dict[str, str]) -> None:
+    """With PyTorch's layers around our attention, since they were asked for or since the weights
+    have another dtype, greedy and sampled tokens are those of plain operations; the head is then
+    PyTorch's too."""
+    params = [greedy(2), SamplingParams(max_tokens=2, temperature=1.3, seed=5, ignore_eos=True)]
+    with LLM(str(model), **PLAIN | settings | {"kernels": "plain"}) as llm:
+        wanted = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
+    with LLM(str(model), **SETTINGS | settings) as llm:
+        assert type(llm.engine._runner._model.head) is Linear
+        found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
+        llm.engine.check_invariants()
+    assert found == wanted
 
 
 def test_refuses_what_the_kernels_cannot_do(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

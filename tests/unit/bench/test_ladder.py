@@ -84,7 +84,7 @@ def test_stages_differ_in_what_they_are_about_only(monkeypatch: pytest.MonkeyPat
 def test_the_ladder_of_a_gpu_ends_with_the_defaults() -> None:
     """The last stage is what the engine does by itself there."""
     assert [stage.name for stage in STAGES["cuda"]] == [
-        "no cache", "contiguous cache", "paged gather", "triton kernels", "graph", "overlap",
+        "no cache", "contiguous cache", "paged gather", "paged kernel", "fused", "graph", "overlap",
     ]  # fmt: skip
     import json
 
