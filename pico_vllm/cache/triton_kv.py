@@ -110,11 +110,11 @@ class TritonStep:
         """The requests after the first n, whose tokens these are."""
         kv, batch = self._kv, self._batch
         k_BGSD, v_BGSD = kv.layers[layer]
-        q_rot_THD = self._rotate_and_store(layer, qkv_TND, qk_norm, n)
+        q_rot_THD, k_rot_TGD, v_TGD = self._rotate_and_store(layer, qkv_TND, qk_norm, n)
         starts = batch.query_start_loc if n == 0 else self._extend_starts(n)
         return paged_prefill(
             q_rot_THD, k_BGSD, v_BGSD, batch.block_table, self._table_rows[n:], starts,
-            batch.seq_lens[n:], scale=kv.scale,
+            batch.seq_lens[n:], scale=kv.scale, new_kv_TGD=(k_rot_TGD, v_TGD),
         )  # fmt: skip
 
     def _extend_last(
@@ -123,7 +123,7 @@ class TritonStep:
         """All tokens leave their KV, the last one of each request attends: that is decoding."""
         kv, batch = self._kv, self._batch
         assert batch.feed is not None
-        q_rot_THD = self._rotate_and_store(layer, qkv_TND, qk_norm, 0)
+        q_rot_THD, _, _ = self._rotate_and_store(layer, qkv_TND, qk_norm, 0)
         return paged_decode(
             q_rot_THD.index_select(0, batch.feed.sample_at), *kv.layers[layer],
             batch.block_table, self._table_rows, batch.seq_lens,
@@ -136,14 +136,18 @@ class TritonStep:
         qkv_TND: Tensor,
         qk_norm: tuple[Tensor, Tensor, float] | None,
         n: int,
-    ) -> Tensor:
-        """Rotated queries of the tokens after the first n, whose KV goes to the pool."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries, rotated keys and values of the tokens after the first n, whose KV goes
+        to the pool."""
         kv, batch = self._kv, self._batch
         q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
-        return rope_store_kv(
+        rotated_TND = rope_store_kv(
             qkv_TND, *kv.cos_sin, batch.positions[n:], batch.slot_mapping[n:], *kv.layers[layer],
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
+        num_kv_heads = qkv_TND.shape[1] - rotated_TND.shape[1]
+        q_rot_THD, k_rot_TGD = rotated_TND.tensor_split([-num_kv_heads], 1)
+        return q_rot_THD, k_rot_TGD, qkv_TND[:, -num_kv_heads:]
 
     def _extend_starts(self, n: int) -> Tensor:
         """query_start_loc counted from the first token after n decoding requests."""

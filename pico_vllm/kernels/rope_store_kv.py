@@ -3,8 +3,8 @@
 T tokens this step, H query heads, G KV heads, N = H + 2 G heads of the fused projection,
 D head dim, P positions of the tables, B blocks in pool, S block_size
 
-A program takes some heads of one token: queries go to the output; keys go to the pool, and their
-values with them.
+A program takes some heads of one token: queries go to the output; keys go there and to the pool,
+and their values to the pool with them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rope_store_kv_reference(
         wide = x.float()
         rotated.append((wide * cos_T1D + wide.roll(head_dim // 2, -1) * sin_T1D).to(x.dtype))
     store_kv_reference(torch.cat((rotated[1], v), 1), k_BGSD, v_BGSD, slot_mapping_T)
-    return rotated[0]
+    return torch.cat(rotated, 1)
 
 
 @triton.jit
@@ -91,11 +91,11 @@ def _rope_store_kv_kernel(
         high = (high * inverse * high_weight[None, :]).to(dtype).to(tl.float32)
     low_rot = (low * cos - high * sin).to(dtype)
     high_rot = (high * cos + low * sin).to(dtype)
-    if is_query:
-        out_ptrs = out_ptr + token * (H * D) + head[:, None] * D + d[None, :]
-        tl.store(out_ptrs, low_rot, mask=mask)
-        tl.store(out_ptrs + HALF, high_rot, mask=mask)
-    elif slot >= 0:
+    out_ptr += (token * (H + G) + (0 if is_query else H)) * D
+    out_ptrs = out_ptr + head[:, None] * D + d[None, :]
+    tl.store(out_ptrs, low_rot, mask=mask)
+    tl.store(out_ptrs + HALF, high_rot, mask=mask)
+    if not is_query and slot >= 0:
         home = slot // S * stride_b + slot % S * stride_s
         homes = home + head[:, None].to(tl.int64) * stride_g + d[None, :]
         v_ptrs = x_ptrs + G * stride_n
@@ -132,7 +132,8 @@ def rope_store_kv(
         slot_mapping_T  [T] int64; keys and values of -1 are not stored
         k/v_BGSD        one layer of the pool, dtype of qkv
         q/k_norm        [D] each, or neither
-        returns         rotated queries [T, H, D], contiguous; written to `out` if given
+        returns         rotated queries, then rotated keys [T, H + G, D], contiguous; written to
+                        `out` if given
 
     Raises:
         ValueError: an odd head dim, or shapes, dtypes or strides that do not fit each other.
@@ -169,14 +170,12 @@ def rope_store_kv(
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.shape != (head_dim,) or norm.stride(0) != 1):
             raise ValueError(f"a norm's weights are {list(norm.shape)}; [{head_dim}], contiguous")
+    shape = (num_tokens, num_heads + num_kv_heads, head_dim)
     if out is None:
-        out = torch.empty(
-            (num_tokens, num_heads, head_dim), dtype=qkv_TND.dtype, device=qkv_TND.device
-        )
-    elif out.shape != (num_tokens, num_heads, head_dim) or not out.is_contiguous():
+        out = torch.empty(shape, dtype=qkv_TND.dtype, device=qkv_TND.device)
+    elif out.shape != shape or not out.is_contiguous():
         raise ValueError(
-            f"out is {list(out.shape)} with strides {out.stride()}; "
-            f"[{num_tokens}, {num_heads}, {head_dim}], contiguous"
+            f"out is {list(out.shape)} with strides {out.stride()}; {list(shape)}, contiguous"
         )
     tile_heads = min(MAX_TILE_HEADS, triton.next_power_of_2(max(num_heads, num_kv_heads)))
     half_pad = triton.next_power_of_2(head_dim // 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """About twice what rounding the result and the weights to the dtype costs."""
 SMALL = PrefillConfig(block_m=32, block_n=16, num_warps=4, num_stages=2)
 """Several tiles and rounds even for a few tokens."""
+SMALL_NEW = replace(SMALL, uses_new=True)
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Step:
     rows: Tensor
     starts: Tensor
     seq_lens: Tensor
+    new_kv_TGD: tuple[Tensor, Tensor]
+    """Those of this step's tokens once more; NaN for padding."""
     scale: float
 
     @property
@@ -54,7 +57,13 @@ class Step:
             (num_tokens, num_heads + 1, head_dim), float("nan"), dtype=self.q_THD.dtype,
             device=DEVICE,
         )  # fmt: skip
-        out = paged_prefill(*self.arguments, scale=self.scale, out=wide[:, 1:], config=config)
+        out = paged_prefill(
+            *self.arguments,
+            scale=self.scale,
+            new_kv_TGD=self.new_kv_TGD,
+            out=wide[:, 1:],
+            config=config,
+        )
         assert wide[:, 0].isnan().all()
         return out
 
@@ -85,16 +94,27 @@ def made(
         sum(query_lens) + num_padding, num_heads + 2 * num_kv_heads, head_dim, generator=generator
     )
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+    keys_at = slice(num_heads, num_heads + num_kv_heads)
+    values_at = slice(num_heads + num_kv_heads, None)
+    fused[:, num_heads:] = float("nan")
+    for start, query_len, keys, values in zip(
+        starts.tolist(), query_lens, case.keys, case.values, strict=False
+    ):
+        if len(keys) and query_len:
+            fused[start : start + query_len, keys_at] = keys[-query_len:].float()
+            fused[start : start + query_len, values_at] = values[-query_len:].float()
+    on_device = fused.to(DEVICE, dtype)
     return Step(
         case,
         query_lens,
-        fused.to(DEVICE, dtype)[:, :num_heads],
+        on_device[:, :num_heads],
         pool[:, :, LAYER, 0],
         pool[:, :, LAYER, 1],
         torch.from_numpy(table).to(DEVICE),
         torch.arange(len(seq_lens), 0, -1, dtype=torch.int32, device=DEVICE),
         torch.from_numpy(starts).to(DEVICE),
         torch.from_numpy(case.seq_lens).to(DEVICE),
+        (on_device[:, keys_at], on_device[:, values_at]),
         head_dim**-0.5,
     )
 
@@ -148,6 +168,15 @@ def test_padding(second: int, num_padding: int) -> None:
     assert not out[9:].any() and out[:9].all()
 
 
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_new_keys_from_one_piece(head_dim: int) -> None:
+    """This step's keys, read where they lie in one piece, give the bits that the pool gives: fresh
+    prompts, chunks that begin amid a round, single tokens, padding of either kind."""
+    query_lens, seq_lens = [5, 37, 40, 16, 1, 4], [5, 37, 63, 48, 40, 0]
+    step = made(query_lens, seq_lens, head_dim=head_dim, num_padding=40)
+    assert torch.equal(check(step, SMALL_NEW), step.run(SMALL))
+
+
 def test_whole_equals_chunked() -> None:
     """A prompt gives the same whatever chunks it comes in."""
     whole = made([50], [50])
@@ -194,6 +223,12 @@ def test_arguments_that_are_refused() -> None:
             {"config": PrefillConfig(block_m=2, block_n=16, num_warps=4, num_stages=1)},
             "3 query heads a KV head exceed the tile's 2 rows",
         ),
+        ((q, k, v, *ids), {"config": SMALL_NEW}, "wants this step's keys"),
+        (
+            (q, k, v, *ids),
+            {"config": SMALL_NEW, "new_kv_TGD": (q[:, :2], q[:, :1])},
+            r"are \[4, 1, 32\] torch.float32, not \[4, 2, 32\]",
+        ),
     ]
     for arguments, keywords, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -221,29 +256,32 @@ def test_grid(dtype: torch.dtype, head_dim: int, block_size: int, group: int) ->
 def test_long_prompts(dtype: torch.dtype, head_dim: int) -> None:
     """Prompts long enough for the large tiles equal the twin in fp32."""
     step = made([3000, 1, 500], [3000, 2000, 2500], group=6, head_dim=head_dim, dtype=dtype)
-    assert dtype == torch.float32 or choose_config(3501, 12, head_dim, dtype).block_m == 128
     in_fp32 = (x.float() if x.is_floating_point() else x for x in step.arguments)
     expected = paged_prefill_pool_reference(*in_fp32, scale=step.scale)
     allowed = ALLOWED[dtype]
-    torch.testing.assert_close(step.run().float(), expected, atol=allowed, rtol=allowed)
+    for has_new in (False, True):
+        config = choose_config(3501, 12, head_dim, dtype, has_new=has_new)
+        torch.testing.assert_close(step.run(config).float(), expected, atol=allowed, rtol=allowed)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_bits_depend_on_the_request_alone(head_dim: int) -> None:
-    """Other requests, chunking and graph padding change no bit of a token's result."""
+@pytest.mark.parametrize(("head_dim", "num_tokens"), [(64, 1000), (128, 1000), (128, 4000)])
+def test_bits_depend_on_the_request_alone(head_dim: int, num_tokens: int) -> None:
+    """Other requests, chunking and graph padding change no bit of a token's result, whether this
+    step's keys come from the pool or not."""
     shape = {"group": 6, "head_dim": head_dim, "dtype": torch.bfloat16}
-    config = choose_config(1000, 12, head_dim, torch.bfloat16)
+    config = choose_config(num_tokens, 12, head_dim, torch.bfloat16, has_new=True)
     whole = made([1000], [1000], **shape)
     out = whole.run(config)
     q, k, v, table, rows, _, _ = whole.arguments
+    k_new, v_new = whole.new_kv_TGD
     for start, end in ((0, 300), (300, 999), (999, 1000)):
-        padded = torch.cat((q[5:33], q[start:end], q[:50]))
+        padded, *new_kv = (torch.cat((x[5:33], x[start:end], x[:50])) for x in (q, k_new, v_new))
         chunk = paged_prefill(
             padded, k, v, table, rows.expand(2).contiguous(),
             torch.tensor([0, 28, 28 + end - start], dtype=torch.int32, device=DEVICE),
             torch.tensor([33, end], dtype=torch.int32, device=DEVICE),
-            scale=whole.scale, config=config,
+            scale=whole.scale, new_kv_TGD=tuple(new_kv), config=config,
         )  # fmt: skip
         assert torch.equal(chunk[:28], out[5:33])
         assert torch.equal(chunk[28 : 28 + end - start], out[start:end])

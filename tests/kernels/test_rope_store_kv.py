@@ -48,7 +48,7 @@ def check(
         fused[:, 1:], rope.cos_PD, rope.sin_PD, positions, slots,
         expected_pool[:, :, LAYER, 0], expected_pool[:, :, LAYER, 1], **norms,
     )  # fmt: skip
-    out = torch.full((num_tokens, H, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    out = torch.full((num_tokens, H + G, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     on_device = {
         name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in norms.items()
     }
@@ -110,9 +110,9 @@ def test_the_twin_rotates_as_the_layer_does() -> None:
     positions = torch.randint(50, (7,))
     k_BGSD, v_BGSD = empty_layer(3, 1, 16, 32, torch.float32)
     slots = torch.arange(16, 23)
-    q_rot = rope_store_kv_reference(qkv, rope.cos_PD, rope.sin_PD, positions, slots, k_BGSD, v_BGSD)
+    found = rope_store_kv_reference(qkv, rope.cos_PD, rope.sin_PD, positions, slots, k_BGSD, v_BGSD)
     rotated = apply_rope(qkv[:, :3], *rope.gather(positions, torch.float32))
-    torch.testing.assert_close(q_rot, rotated[:, :2])
+    torch.testing.assert_close(found, rotated)
     torch.testing.assert_close(k_BGSD[1, 0, :7], rotated[:, 2])
     assert torch.equal(v_BGSD[1, 0, :7], qkv[:, 3])
 
