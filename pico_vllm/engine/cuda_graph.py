@@ -1,8 +1,8 @@
 """CUDA graphs of the model's forward pass, one for each shape of a batch, with a sampler's tail.
 
-An eager launch costs 18 us of host time and a step has a hundred or more; a graph's replay costs 5
-whatever its length. Shapes are dense, so that padding stays small. A batch without a shape runs as
-it is, operation by operation: large prompts, where the GPU hides the launches.
+An eager step costs the host 14 ms in 28 layers' launches; a graph's replay costs 5 us whatever its
+length. Shapes are dense, so that padding stays small. A batch without a shape runs as it is,
+operation by operation: large prompts, where the GPU hides the launches.
 
 All graphs share one pool of memory: they never run at the same time, and what they hand out lies
 outside it.
@@ -25,8 +25,11 @@ logger = logging.getLogger(__name__)
 
 Tail = Literal["sample", "hidden"]
 """What follows the forward pass: ids from the fused head, or hidden states of the last tokens."""
-MAX_EXTEND_TOKENS = 1024
-EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+EXTEND_TOKENS = (
+    16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024,
+    1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096,
+)  # fmt: skip
+MAX_EXTEND_TOKENS = EXTEND_TOKENS[-1]
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -9,6 +9,11 @@ kernel writes, so that waiting for the last one is waiting for all.
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import triton
@@ -38,3 +43,22 @@ def let_next_start(USE_PDL: tl.constexpr):
     """The next kernel may start once all blocks of this one have come here."""
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@contextmanager
+def compiled_in_parallel() -> Iterator[None]:
+    """Within, launches compile their kernels on threads and run nothing; after, all are ready.
+
+    What reads a kernel's output meanwhile reads memory that nobody wrote. Kernels one after the
+    other, each at its first launch, took most of a start without a compile cache.
+    """
+
+    def compile_only(kernel: Any, grid: Any) -> Any:
+        return functools.partial(kernel.warmup, grid=grid)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+        triton.JITFunction.__getitem__ = compile_only  # in place of what it inherits
+        try:
+            yield
+        finally:
+            del triton.JITFunction.__getitem__
