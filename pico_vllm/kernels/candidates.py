@@ -26,6 +26,10 @@ LOWEST_KEY = tl.constexpr(-(2**31))
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
+def num_columns(vocab_size: int) -> int:
+    return triton.cdiv(vocab_size, BLOCK_V) * BLOCK_V
+
+
 @dataclass(frozen=True, slots=True)
 class RowScratch:
     """What kernels that choose from rows write and read again. Its contents outlive no kernel."""
@@ -37,8 +41,7 @@ class RowScratch:
 
     @classmethod
     def allocate(cls, max_requests: int, vocab_size: int, device: torch.device) -> RowScratch:
-        columns = triton.cdiv(vocab_size, BLOCK_V) * BLOCK_V
-        values = torch.empty((max_requests, columns + BLOCK_V), device=device)
+        values = torch.empty((max_requests, num_columns(vocab_size) + BLOCK_V), device=device)
         ids = torch.empty((max_requests, BLOCK_V), dtype=torch.int32, device=device)
         return cls(values, ids)
 

@@ -100,7 +100,7 @@ def full_sample_reference(
     """One request. ending_ids: those that are masked now."""
     if not bool(logits_V.isfinite().all()):
         return BAD_LOGITS.value
-    x_V = logits_V.float()
+    x_V = logits_V.float().clone()
     for token_id, bias in (biases or {}).items():
         x_V[token_id] += bias
     if counts_V is not None:
@@ -217,8 +217,8 @@ def _mass_above(
 
 @triton.jit
 def _draw(
-    values_ptr, list_ids_ptr, num_values, is_list, key, token_id, is_sampled, per_temperature,
-    seed, position, sample, BLOCK_V: tl.constexpr,
+    values_ptr, list_ids_ptr, num_values, is_list, key, token_id, is_sampled, largest,
+    per_temperature, seed, position, sample, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The best score among what ranks above a token, and there the lowest id."""
     best = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
@@ -231,7 +231,8 @@ def _draw(
                 noise = gumbel_noise_of(ids, seed, position, sample)
             else:
                 noise = gumbel_noise(start, seed, position, sample, BLOCK_V)
-            scores = x * per_temperature + noise
+            # The largest has a finite score, so there is always a best one.
+            scores = (x - largest) * per_temperature + noise
         is_better = is_above(to_key(x), ids, key, token_id) & (scores > best)
         best = tl.where(is_better, scores, best)
         best_ids = tl.where(is_better, ids, best_ids)
@@ -341,7 +342,7 @@ def _full_sample_kernel(
         if must_draw:
             candidate = _draw(
                 source_ptr, list_ids_ptr, num_values, is_list, cut_key, cut_id, is_sampled,
-                per_temperature, seed, position, sample, BLOCK_V,
+                largest, per_temperature, seed, position, sample, BLOCK_V,
             )  # fmt: skip
             candidate = tl.minimum(candidate, vocab_size - 1)
         must_draw = position >= 0  # True

@@ -27,7 +27,7 @@ def rebuild_counts_reference(counts_WC: Tensor, words: Tensor, num_requests: int
         counts_WC[row] = counts
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit
 def _rebuild_counts_kernel(
     counts_ptr, words_ptr, num_columns, HEADER_WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
