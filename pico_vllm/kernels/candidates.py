@@ -24,6 +24,7 @@ BLOCK_V = 4096
 LOWEST_KEY = tl.constexpr(-(2**31))
 """Below every logit's."""
 MINUS_INFINITY = tl.constexpr(float("-inf"))
+MINUS_INFINITY_KEY = tl.constexpr(-2139095041)
 
 
 def num_columns(vocab_size: int) -> int:
@@ -83,15 +84,16 @@ def load_logits(logits_ptr, start, vocab_size, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def lane_bound(lanes, k, BLOCK_V: tl.constexpr):
-    """A key that at least k lanes reach, in its upper half the largest such; LOWEST_KEY where k is
-    more than there are."""
+    """A key that at least k lanes reach, in its upper half the largest such; minus infinity's where
+    k is more than there are."""
     keys = to_key(lanes)
     bound = tl.full((), LOWEST_KEY, tl.int64)
     for i in range(16):
         trial = bound + (tl.full((), 1, tl.int64) << (31 - i))
         count = tl.sum((keys >= trial.to(tl.int32)).to(tl.int32), axis=0)
         bound = tl.where(count >= k, trial, bound)
-    return bound.to(tl.int32)
+    # Below minus infinity are the keys of NaNs.
+    return tl.maximum(bound.to(tl.int32), MINUS_INFINITY_KEY)
 
 
 @triton.jit
