@@ -20,6 +20,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_ENDING_IDS = 256
+"""Ids that min_tokens holds back: the request's stop ids and the model's EOS ids together."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 

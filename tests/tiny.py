@@ -9,7 +9,7 @@ must give its known answer after each of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -241,21 +241,30 @@ def assert_idle(llm: LLM) -> None:
 
 @contextmanager
 def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
-    """Every [N, V] that the head of the model gives meanwhile, before the sampler changes it."""
-    model = llm.engine._runner._model
-    original = model.logits
+    """Every [N, V] that the head of the model gives meanwhile, in fp32, before the sampler changes
+    it. A graph's are not seen."""
+    runner = llm.engine._runner
     found: list[Tensor] = []
 
-    def record(hidden_NE: Tensor) -> Tensor:
-        logits_NV = original(hidden_NE)
-        found.append(logits_NV.clone())
-        return logits_NV
+    def recording(head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def record(hidden_NE: Tensor) -> Tensor:
+            logits_NV = head(hidden_NE)
+            found.append(logits_NV.float().clone())
+            return logits_NV
 
-    model.logits = record
+        return record
+
+    # On a GPU the runner has a head of its own for the tokens that it chooses.
+    owners = [(runner._model, "logits"), (runner, "_logits")]
+    patched = [(owner, name) for owner, name in owners if hasattr(owner, name)]
+    originals = [getattr(owner, name) for owner, name in patched]
+    for (owner, name), original in zip(patched, originals, strict=True):
+        setattr(owner, name, recording(original))
     try:
         yield found
     finally:
-        model.logits = original
+        for (owner, name), original in zip(patched, originals, strict=True):
+            setattr(owner, name, original)
 
 
 @contextmanager

@@ -15,13 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pico_vllm.bench.limits import cuda_ms
 from pico_vllm.config.model import ModelConfig
-from pico_vllm.kernels.head_sample import HeadScratch, head_sample, head_sample_reference
+from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows
+from pico_vllm.kernels.candidates import RowScratch
+from pico_vllm.kernels.full_sample import full_sample, full_sample_reference
+from pico_vllm.kernels.head_sample import (
+    HeadScratch,
+    head_sample,
+    head_sample_reference,
+    sample_logits,
+)
 from pico_vllm.kernels.paged_decode import (
     LONG_CONTEXT,
     DecodeScratch,
@@ -37,6 +46,9 @@ from pico_vllm.layers.linear import DenseWeight
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import Rope
 from pico_vllm.layers.triton_linear import TritonLayers
+from pico_vllm.sampler.philox import gumbel_noise
+from pico_vllm.sampling_params import SamplingParams
+from pico_vllm.step import NewRow
 
 PREFILL_TOKENS = 8192
 COLD_BYTES = 256 << 20
@@ -45,8 +57,8 @@ MIN_LAUNCHES = 20
 NUM_REPLAYS = 10
 MAX_POOL_BYTES = 16 << 30
 KERNELS = (
-    "qkv", "o", "gate_up", "down", "head", "decode_attention", "prefill_attention", "rms_norm",
-    "silu_mul", "rope_store_kv",
+    "qkv", "o", "gate_up", "down", "head", "full_sample", "decode_attention", "prefill_attention",
+    "rms_norm", "silu_mul", "rope_store_kv",
 )  # fmt: skip
 
 Run = Callable[[int], Tensor]
@@ -192,6 +204,8 @@ def cases(sizes: Sizes, only: Sequence[str]) -> Iterator[KernelCase]:
                 yield linear_case(sizes, kernel, rows)
         if "head" in only:
             yield head_case(sizes, rows)
+        if "full_sample" in only:
+            yield full_sample_case(sizes, rows)
     if "decode_attention" in only:
         for context, rows in itertools.product(sizes.contexts, sizes.rows):
             yield decode_attention_case(sizes, rows, context)
@@ -296,6 +310,72 @@ def head_case(sizes: Sizes, rows: int) -> KernelCase:
         twin=twin,
         torch_name="cuBLAS",
         torch_run=lambda index: functional.linear(x_RE, heads[index]),
+    )
+
+
+def full_sample_case(sizes: Sizes, rows: int) -> KernelCase:
+    """The choice from logits, all rows by top-p, every second one among 50 tokens, on top of the
+    choice by temperature."""
+    vocab, device = sizes.model.vocab_size, sizes.device
+    num_bytes = rows * vocab * sizes.dtype.itemsize
+    num_sets = sizes.num_sets(num_bytes)
+    # Far enough apart for the nucleus to be narrow, as a model's is.
+    logits = [sizes.random(rows, vocab) * 60 for _ in range(num_sets)]
+    words = torch.zeros(rows * WORDS_PER_ROW, dtype=torch.int32)
+    state = words.to(device, copy=True)
+    sampling = SamplingRows(state, vocab, device)
+    params = [
+        SamplingParams(top_p=0.9, top_k=min(50, vocab // 2) if row % 2 else 0)
+        for row in range(rows)
+    ]
+    for row, each in enumerate(params):
+        new = NewRow(
+            row=row, token_ids=np.zeros(1, np.int32), num_prompt_tokens=1, params=each,
+            stop_token_ids=frozenset(), seed=row, sample_index=0,
+        )  # fmt: skip
+        places, values = sampling.changes(new)
+        words[torch.from_numpy(places)] = torch.from_numpy(values)
+    state.copy_(words)
+    table_rows = torch.arange(rows, dtype=torch.int32, device=device)
+    positions = torch.full_like(table_rows, 9)
+    common: dict[str, Any] = {
+        "vocab_size": vocab,
+        "rows_R": table_rows,
+        "positions_R": positions,
+        "temperatures_W": sampling.temperatures_W,
+        "seeds_W": sampling.seeds_W,
+        "sample_indices_W": sampling.sample_indices_W,
+        "last_tokens_W": torch.zeros(rows, dtype=torch.int64, device=device),
+    }
+    head_scratch = HeadScratch.allocate(device)
+    scratch = RowScratch.allocate(rows, vocab, device)
+    noise_RV = gumbel_noise(sampling.seeds_W, sampling.sample_indices_W, positions.long(), vocab)
+
+    def ours(index: int) -> Tensor:
+        ids_R = torch.empty(rows, dtype=torch.int64, device=device)
+        sample_logits(logits[index], scratch=head_scratch, out_R=ids_R, **common)
+        full_sample(logits[index], asked=sampling.asked, scratch=scratch, out_R=ids_R, **common)
+        return ids_R
+
+    def twin(index: int) -> Tensor:
+        ids = [
+            full_sample_reference(
+                logits[index][row], noise_RV[row], temperature=each.temperature,
+                top_k=each.top_k, top_p=each.top_p,
+            )
+            for row, each in enumerate(params)
+        ]  # fmt: skip
+        return torch.tensor(ids, device=device)
+
+    return KernelCase(
+        kernel="full_sample",
+        rows=rows,
+        num_bytes=num_bytes,
+        flop=rows * vocab,
+        num_sets=num_sets,
+        ours=ours,
+        twin=twin,
+        has_capturable_twin=False,
     )
 
 

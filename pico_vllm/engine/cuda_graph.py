@@ -23,8 +23,8 @@ from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
-Tail = Literal["sample", "hidden"]
-"""What follows the forward pass: ids from the fused head, or hidden states of the last tokens."""
+Tail = Literal["sample", "full"]
+"""What follows the forward pass: ids by temperature alone, or all that a request can ask for."""
 EXTEND_TOKENS = (
     16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024,
     1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096,

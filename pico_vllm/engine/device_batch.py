@@ -1,9 +1,12 @@
 """DeviceBatchBuilder: from a StepPlan to a ForwardBatch whose tensors already lie on the device.
 
-Owner of the batch state on the device: block table, last tokens and sampling parameters, one row a
-running request and one more, of null blocks, for padding. What changes is sent as a list of single
-elements; what a step needs besides goes in one packed copy from pinned memory to fixed addresses,
-so that a graph captured for a shape finds it there.
+Owner of the batch state on the device: block table, last tokens and what rows ask of the sampler
+(engine/sampling_rows.py), one row a running request and one more, of null blocks, for padding. What
+changes is sent as a list of single elements; what a step needs besides goes in one packed copy from
+pinned memory to fixed addresses, so that a graph captured for a shape finds it there.
+
+A step may run for a request whose end the host has not seen yet, and count one token more in its
+row. No harm: the counts of a request that enters are rebuilt from its ids, after all such steps.
 
 Pinned memory is used in turns: a turn is over when the step that used it is known to be done, which
 holds as long as at most `TURNS - 1` steps are under way. Padding has memory of its own: a graph may
@@ -14,6 +17,7 @@ be captured while a step's copy is still to come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,14 +25,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows, has_penalties
 from pico_vllm.forward_batch import DeviceFeed, ForwardBatch
+from pico_vllm.kernels.penalty_counts import HEADER_WORDS, rebuild_counts
 from pico_vllm.kernels.scatter import scatter
-from pico_vllm.step import StepPlan
+from pico_vllm.step import NewRow, StepPlan
 
 TURNS = 3
 NO_ROWS = np.zeros(0, np.int32)
-WORDS_PER_ROW = 5
-"""Of sampling parameters: temperature, seed and sample index, the last two of two words."""
+CHANGE_WORDS = 1 << 16
+"""Of a turn, two a change: the blocks and biases of many requests that enter in one step."""
+COUNT_WORDS = 1 << 15
+"""Of a turn, at least: ids from which penalty counts are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +110,19 @@ class DeviceBatchBuilder:
         max_model_len: int,
         max_num_batched_tokens: int,
         block_size: int,
+        vocab_size: int,
         device: torch.device,
     ) -> None:
+        """vocab_size: ids that the tokenizer knows."""
         self._block_size = block_size
         self._device = device
         self._null_row = max_num_seqs
         W, M = max_num_seqs + 1, -(-max_model_len // block_size)
         # One piece of memory, 8-byte fields first, so that one scatter reaches all of it.
         self._state = torch.zeros(W * (WORDS_PER_ROW + M), dtype=torch.int32, device=device)
-        seeds, samples, temperatures, table = self._state.split([2 * W, 2 * W, W, W * M])
-        self._seeds_at, self._samples_at, self._temperatures_at, self._table_at = (
-            0, 2 * W, 4 * W, 5 * W,
-        )  # fmt: skip
-        self._table_width = M
-        self.seeds_W = seeds.view(torch.int64)
-        self.sample_indices_W = samples.view(torch.int64)
-        self.temperatures_W = temperatures.view(torch.float32)
+        self._table_at, self._table_width = W * WORDS_PER_ROW, M
+        asked, table = self._state.split([self._table_at, W * M])
+        self.sampling = SamplingRows(asked, vocab_size, device)
         self.block_table_WM = table.view(W, M)
         self.last_tokens_W = torch.zeros(W, dtype=torch.int64, device=device)
 
@@ -126,8 +131,11 @@ class DeviceBatchBuilder:
         self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self._turns = [self._pinned(most) for _ in range(TURNS + 1)]  # the last one for padding
         self._turn = 0
-        self._changes = [self._pinned(1 << 14) for _ in range(TURNS)]
-        self._device_changes = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        self._changes = [self._pinned(CHANGE_WORDS) for _ in range(TURNS)]
+        self._device_changes = torch.zeros(CHANGE_WORDS, dtype=torch.int32, device=device)
+        num_words = max(COUNT_WORDS, HEADER_WORDS + max_model_len)
+        self._count_words = [self._pinned(num_words) for _ in range(TURNS + 1)]
+        self._device_count_words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._tokens: dict[int, NDArray[np.int32]] = {}
         """By row: the ids that a request came with."""
         self._shapes: dict[Shape, _ForShape] = {}
@@ -136,6 +144,7 @@ class DeviceBatchBuilder:
         """Send what the plan adds to the state and what its step needs. Nothing is waited for."""
         self._turn = (self._turn + 1) % TURNS
         self._send_changes(plan)
+        self._send_counts([new for new in plan.new_rows if has_penalties(new)])
         # Shapes that have a graph were padded once; others may never come again.
         made = self._for_shape(shape, is_kept=False)
         turn = self._turn_of(made, shape, self._turn)
@@ -151,6 +160,8 @@ class DeviceBatchBuilder:
         turn.fields.query_start_loc[0] = 0
         # Waits, and may: nothing is being served yet, or a new shape costs far more.
         turn.device.copy_(turn.host)
+        # For the kernel to be there when the first request with penalties comes.
+        self._rebuild_counts(self._count_words[TURNS], [(self._null_row, 0, NO_ROWS)])
         return made.batch
 
     def batch_of(self, shape: Shape) -> ForwardBatch:
@@ -199,14 +210,9 @@ class DeviceBatchBuilder:
         values: list[NDArray[np.int32]] = []
         for new in plan.new_rows:
             self._tokens[new.row] = new.token_ids
-            row = new.row
-            words = np.array([new.seed, new.sample_index], np.int64).view(np.int32)
-            temperature = np.float32(0.0 if new.params.is_greedy else new.params.temperature)
-            at = (self._seeds_at + 2 * row, self._samples_at + 2 * row)
-            indices.append(
-                np.array([at[0], at[0] + 1, at[1], at[1] + 1, self._temperatures_at + row])
-            )
-            values.append(np.append(words, temperature.view(np.int32)))
+            index, value = self.sampling.changes(new)
+            indices.append(index)
+            values.append(value)
         for blocks in plan.new_blocks:
             start = self._table_at + blocks.row * self._table_width + blocks.index
             indices.append(np.arange(start, start + len(blocks.block_ids)))
@@ -224,6 +230,38 @@ class DeviceBatchBuilder:
             sent = self._device_changes[: 2 * count]
             sent.copy_(turn.tensor[: 2 * count], non_blocking=True)
             scatter(self._state, sent.view(2, count))
+
+    def _send_counts(self, new_rows: Sequence[NewRow]) -> None:
+        """Make the penalty counts of requests that enter, again after a preemption."""
+        turn = self._count_words[self._turn]
+        batch: list[tuple[int, int, NDArray[np.int32]]] = []
+        room = len(turn.words)
+        for new in new_rows:
+            size = HEADER_WORDS + len(new.token_ids)
+            if size > room:
+                self._rebuild_counts(turn, batch)
+                if self._device.type == "cuda":
+                    # More than a turn holds: its first part must have left.
+                    torch.cuda.synchronize(self._device)
+                batch, room = [], len(turn.words)
+            batch.append((new.row, new.num_prompt_tokens, new.token_ids))
+            room -= size
+        if batch:
+            self._rebuild_counts(turn, batch)
+
+    def _rebuild_counts(
+        self, turn: _Pinned, requests: Sequence[tuple[int, int, NDArray[np.int32]]]
+    ) -> None:
+        """requests: row, tokens of the prompt, all ids."""
+        at = HEADER_WORDS * len(requests)
+        headers = turn.words[:at].reshape(-1, HEADER_WORDS)
+        for header, (row, num_prompt_tokens, token_ids) in zip(headers, requests, strict=True):
+            header[:] = row, num_prompt_tokens, len(token_ids), at
+            turn.words[at : at + len(token_ids)] = token_ids
+            at += len(token_ids)
+        sent = self._device_count_words[:at]
+        sent.copy_(turn.tensor[:at], non_blocking=True)
+        rebuild_counts(self.sampling.asked.counts_WC, sent, len(requests))
 
     def _for_shape(self, shape: Shape, *, is_kept: bool) -> _ForShape:
         made = self._shapes.get(shape)

@@ -31,7 +31,7 @@ from pico_vllm.errors import (
 )
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request
-from pico_vllm.sampling_params import SamplingParams
+from pico_vllm.sampling_params import MAX_ENDING_IDS, SamplingParams
 from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.step import StepPlan
 
@@ -115,6 +115,13 @@ class Engine:
                 "min_tokens",
                 param="min_tokens",
             )
+        num_ending_ids = len(self._ending_ids(params))
+        if params.min_tokens and num_ending_ids > MAX_ENDING_IDS:
+            raise InvalidRequestError(
+                f"min_tokens would hold back {num_ending_ids} ids, stop_token_ids and the model's "
+                f"EOS ids, more than {MAX_ENDING_IDS}; give fewer stop_token_ids or set ignore_eos",
+                param="stop_token_ids",
+            )
         max_n = self.config.max_num_seqs
         if params.n > max_n:
             raise InvalidRequestError(
@@ -159,20 +166,21 @@ class Engine:
     def add(self, checked: CheckedRequest, *, sample_index: int = 0) -> str:
         params = checked.params
         number = next(self._request_numbers)
-        stop_token_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_token_ids |= self.eos_token_ids
         request = Request(
             request_id=str(number),
             prompt_token_ids=checked.token_ids,
             params=params,
             max_tokens=checked.max_tokens,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=self._ending_ids(params),
             seed=_fresh_seed(self.config.seed, number) if params.seed is None else params.seed,
             sample_index=sample_index,
         )
         self._scheduler.add(request)
         return request.request_id
+
+    def _ending_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        return stop_token_ids if params.ignore_eos else stop_token_ids | self.eos_token_ids
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False (and no error) if it is unknown or has ended."""

@@ -389,7 +389,6 @@ def build_engine(
     assert config.max_model_len is not None and config.num_kv_blocks is not None
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
     vocab_size = model_config.vocab_size if tokenizer is None else tokenizer.vocab_size
-    sampler = Sampler(config.max_num_seqs, vocab_size, device)
     scheduler = Scheduler(
         BlockManager(config.num_kv_blocks),
         block_size=config.block_size,
@@ -398,11 +397,14 @@ def build_engine(
         keeps_kv=config.kv != "none",
     )
     if config.uses_triton:
-        on_device = triton_loading.build_runner(model, model_config, config, sampler, device)
+        on_device = triton_loading.build_runner(
+            model, model_config, config, device, vocab_size=vocab_size
+        )
         if on_device.graphs is not None and config.cuda_graph == "eager-start":
             on_device.graphs.capture_decodes(partial(on_progress, "capturing graphs"))
         runner: Runner = on_device
     else:
+        sampler = Sampler(config.max_num_seqs, vocab_size, device)
         runner = _plain_runner(model, model_config, config, sampler, device)
     return Engine(
         config,

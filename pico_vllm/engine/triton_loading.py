@@ -14,7 +14,6 @@ from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.errors import ConfigError
 from pico_vllm.models.llama import LlamaForCausalLM
-from pico_vllm.sampler.sampler import Sampler
 
 if TYPE_CHECKING:
     from pico_vllm.engine.device_batch import Shape
@@ -68,12 +67,13 @@ def build_runner(
     model: LlamaForCausalLM,
     model_config: ModelConfig,
     config: EngineConfig,
-    sampler: Sampler,
     device: torch.device,
     *,
+    vocab_size: int,
     has_graphs: bool | None = None,
 ) -> TritonRunner:
-    """has_graphs: whatever the configuration says where it is None."""
+    """vocab_size: ids that the tokenizer knows. has_graphs: whatever the configuration says where
+    it is None."""
     from pico_vllm.cache.triton_kv import TritonKV
     from pico_vllm.engine.device_batch import DeviceBatchBuilder
     from pico_vllm.engine.loading import TORCH_DTYPES
@@ -96,13 +96,14 @@ def build_runner(
         max_model_len=config.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
+        vocab_size=vocab_size,
         device=device,
     )
     return TritonRunner(
         model,
         kv,
         batch_builder,
-        sampler,
+        vocab_size=vocab_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         has_graphs=config.cuda_graph != "off" if has_graphs is None else has_graphs,
@@ -113,29 +114,40 @@ def build_runner(
 def profile_activations(
     model: LlamaForCausalLM, model_config: ModelConfig, config: EngineConfig, device: torch.device
 ) -> int:
-    """Bytes that the largest steps take besides weights and KV: a step of max_num_batched_tokens,
-    the full sampler with log-probabilities for every row, and the memory of graphs.
+    """Bytes that the largest steps take besides weights and KV: batch state, penalty counts and
+    scratch; a step of max_num_batched_tokens with the full sampler; and the memory of graphs.
 
     Runs them on padding, so it needs no KV. Raises ConfigError where even that does not fit.
     """
     from pico_vllm.engine.cuda_graph import MAX_EXTEND_TOKENS
     from pico_vllm.engine.device_batch import Shape
+    from pico_vllm.kernels.launch import compiled_in_parallel
 
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
-    sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
     one_block = replace(config, num_kv_blocks=1)
+    before = torch.cuda.memory_allocated(device)
     try:
-        runner = build_runner(model, model_config, one_block, sampler, device, has_graphs=False)
+        runner = build_runner(
+            model, model_config, one_block, device,
+            vocab_size=model_config.vocab_size, has_graphs=False,
+        )  # fmt: skip
+        kept_bytes = torch.cuda.memory_allocated(device) - before
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        eager_bytes = max(
-            _peak_bytes(runner, Shape(tokens, rows, is_decode=False)),
-            _peak_bytes(runner, sampler),
-        )
+        largest = Shape(tokens, rows, is_decode=False)
+        in_graph = min(tokens, MAX_EXTEND_TOKENS)
+        largest_in_graph = Shape(in_graph, min(rows, in_graph), is_decode=False)
+        with compiled_in_parallel():
+            for shape in (
+                largest,
+                largest_in_graph,
+                Shape(min(tokens, 128), 1, is_decode=False),
+                Shape(1, 1, is_decode=True),
+            ):
+                runner.run_padding(shape, "full")
+        eager_bytes = _peak_bytes(runner, largest)
         graph_bytes = 0
         if config.cuda_graph != "off":
-            largest = min(tokens, MAX_EXTEND_TOKENS)
-            shape = Shape(largest, min(rows, largest), is_decode=False)
-            graph_bytes = _peak_bytes(runner, shape) + GRAPH_RESERVE_BYTES
+            graph_bytes = _peak_bytes(runner, largest_in_graph) + GRAPH_RESERVE_BYTES
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
@@ -147,17 +159,14 @@ def profile_activations(
         ) from error
     del runner
     torch.cuda.empty_cache()
-    return eager_bytes + graph_bytes
+    return kept_bytes + eager_bytes + graph_bytes
 
 
-def _peak_bytes(runner: TritonRunner, work: Shape | Sampler) -> int:
-    """What a step on padding, or the full sampler, takes at its worst moment."""
+def _peak_bytes(runner: TritonRunner, shape: Shape) -> int:
+    """What a step on padding, with the full sampler, takes at its worst moment."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    if isinstance(work, Sampler):
-        runner.run_full_sampler(work)
-    else:
-        runner.run_padding(work)
+    runner.run_padding(shape, "full")
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before

@@ -1,15 +1,16 @@
 """TritonRunner: executes a StepPlan on a device that works on its own. state and inputs to the
 device -> forward and sample as one graph -> ids back.
 
-`launch` waits for nothing; `PendingIds.result` waits for one event. A step's ids stay on the device
-as the next step's input, so the next step may be launched before they are read. Rows with
-parameters that the fused tail does not know (filters, penalties, log-probabilities) take the full
-sampler, which waits.
+`launch` waits for nothing; `PendingStep.result` waits for one event. A step's ids stay on the
+device as the next step's input, so the next step may be launched before they are read. Only a step
+that computes log-probabilities of prompt tokens waits.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,33 +19,85 @@ from torch import Tensor
 from pico_vllm.cache.triton_kv import TritonKV
 from pico_vllm.engine.cuda_graph import CudaGraphs, Tail, is_long
 from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
-from pico_vllm.engine.model_runner import PendingResult, ReadyResult
+from pico_vllm.engine.model_runner import PendingResult
 from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.forward_batch import ForwardBatch
-from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
-from pico_vllm.kernels.small_linear import MAX_ROWS
+from pico_vllm.kernels.candidates import RowScratch
+from pico_vllm.kernels.full_sample import full_sample
+from pico_vllm.kernels.head_sample import HeadScratch, sample_logits
+from pico_vllm.kernels.small_linear import MAX_ROWS, small_linear
+from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
 from pico_vllm.layers.triton_linear import TritonLinear
 from pico_vllm.models.llama import LlamaForCausalLM
-from pico_vllm.sampler.sampler import Sampler
-from pico_vllm.sampling_params import SamplingParams
-from pico_vllm.step import NO_TOKEN, NewRow, StepPlan, StepResult, TokenLogprobs
+from pico_vllm.sampling_params import MAX_LOGPROBS
+from pico_vllm.step import NO_TOKEN, StepPlan, StepResult, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 
-class PendingIds:
-    """Ids on their way to the host."""
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """What a step of some size sends to the host, from where to where."""
 
-    def __init__(self, plan: StepPlan, host_ids: Tensor, event: torch.cuda.Event | None) -> None:
+    ids: Tensor
+    host_ids: Tensor
+    words: Tensor
+    host_words: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _LogprobWords:
+    """Answers of kernels/token_logprobs.py on their way to the host."""
+
+    host: Tensor
+    """int32 [R, num_words(MAX_LOGPROBS)]"""
+    asked: list[tuple[int, int]]
+    """Index in the plan, and how many most likely tokens."""
+
+    def read(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
+        words = self.host.numpy()
+        found = {}
+        for index, num_top in self.asked:
+            if token_ids[index] < 0:
+                continue
+            of_row = words[index]
+            floats = of_row.view(np.float32)
+            ids_at = FIRST_TOP.value + MAX_LOGPROBS
+            tops = floats[FIRST_TOP.value : FIRST_TOP.value + num_top].tolist()
+            found[index] = TokenLogprobs(
+                (token_ids[index], *of_row[ids_at : ids_at + num_top].tolist()),
+                (float(floats[CHOSEN.value]), *tops),
+                int(of_row[RANK.value]),
+            )
+        return found
+
+
+class PendingStep:
+    """Ids, and log-probabilities where asked for, on their way to the host."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        host_ids: Tensor,
+        logprobs: _LogprobWords | None,
+        event: torch.cuda.Event | None,
+        prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]],
+    ) -> None:
         self._plan = plan
         self._host_ids = host_ids
+        self._logprobs = logprobs
         self._event = event
+        self._prompt_logprobs = prompt_logprobs
 
     def result(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
         ids = self._host_ids.numpy()[: len(self._plan.rows)]
-        return StepResult(token_ids=np.where(self._plan.is_sampled, ids, NO_TOKEN))
+        token_ids = np.where(self._plan.is_sampled, ids, NO_TOKEN)
+        logprobs = {} if self._logprobs is None else self._logprobs.read(token_ids.tolist())
+        return StepResult(
+            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=self._prompt_logprobs
+        )
 
 
 class TritonRunner:
@@ -53,35 +106,37 @@ class TritonRunner:
         model: LlamaForCausalLM,
         kv: TritonKV,
         batch_builder: DeviceBatchBuilder,
-        sampler: Sampler,
         *,
+        vocab_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         has_graphs: bool,
         device: torch.device,
     ) -> None:
+        """vocab_size: ids that the tokenizer knows; the head may have more rows."""
         self._model = model
         self._kv = kv
         self._batch_builder = batch_builder
-        self._sampler = sampler
+        self._sampling = batch_builder.sampling
+        self._vocab_size = vocab_size
         self._prompt_logprobs = PromptLogprobs(
             model,
             batch_builder.row_tokens,
             head_size=model.vocab_size,
-            vocab_size=sampler.vocab_size,
+            vocab_size=vocab_size,
         )
         self._device = device
         is_cuda = device.type == "cuda"
         self._ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._hidden = torch.empty(
-            (max_num_seqs, model.hidden_size), dtype=model.dtype, device=device
-        )
+        words = (max_num_seqs, num_words(MAX_LOGPROBS))
+        self._logprob_words = torch.zeros(words, dtype=torch.int32, device=device)
         self._head_scratch = HeadScratch.allocate(device)
+        self._row_scratch = RowScratch.allocate(max_num_seqs, vocab_size, device)
         self._turn = 0
-        host_ids = torch.zeros((TURNS, max_num_seqs), dtype=torch.int64, pin_memory=is_cuda)
-        self._host_ids = list(host_ids)
+        self._host_ids = torch.zeros((TURNS, max_num_seqs), dtype=torch.int64, pin_memory=is_cuda)
+        self._host_words = torch.zeros((TURNS, *words), dtype=torch.int32, pin_memory=is_cuda)
         self._events = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else None
-        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._views: dict[tuple[int, int], _Copies] = {}
         self.graphs: CudaGraphs | None = None
         self._uncapturable: set[tuple[Shape, Tail]] = set()
         if has_graphs:
@@ -95,23 +150,21 @@ class TritonRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingResult:
         for new in plan.new_rows:
-            self._sampler.set_row(new)
+            self._sampling.enter(new)
             self._prompt_logprobs.start(new)
         wants_prompt = self._prompt_logprobs.are_wanted(plan)
-        is_special = wants_prompt or self._sampler.needs_logits(plan.rows)
-        tail: Tail = "hidden" if is_special else "sample"
+        sampled_rows = plan.rows[plan.is_sampled]
+        tail: Tail = "full" if self._sampling.needs_full_W[sampled_rows].any() else "sample"
         shape = None if wants_prompt else self._graph_for(plan, tail)
         if shape is not None:
             assert self.graphs is not None
             batch = self._batch_builder.stage(plan, shape)
             self.graphs.replay(shape, tail)
-            hidden_TE = None
-        else:
-            batch = self._batch_builder.stage(plan, _exact_shape(plan))
-            hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
-        if tail == "sample":
-            return self._send_ids(plan, batch)
-        return self._sample_fully(plan, hidden_TE)
+            return self._send(plan, batch, tail, {})
+        batch = self._batch_builder.stage(plan, _exact_shape(plan))
+        hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
+        prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE) if wants_prompt else {}
+        return self._send(plan, batch, tail, prompt_logprobs)
 
     def close(self) -> None:
         """Graphs go before the memory that they refer to."""
@@ -125,26 +178,10 @@ class TritonRunner:
         self._forward(self._batch_builder.batch_of(shape), tail)
 
     @torch.inference_mode()
-    def run_padding(self, shape: Shape) -> None:
+    def run_padding(self, shape: Shape, tail: Tail) -> None:
         """A step of this size that computes nothing of anybody's."""
         batch = self._batch_builder.stage_padding(shape)
-        self._forward(batch, "sample")
-
-    @torch.inference_mode()
-    def run_full_sampler(self, sampler: Sampler) -> None:
-        """With every filter and log-probabilities in every row."""
-        num_rows = self._hidden.shape[0]
-        params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logprobs=20)
-        for row in range(num_rows):
-            sampler.set_row(
-                NewRow(
-                    row=row, token_ids=[0], num_prompt_tokens=1, params=params,
-                    stop_token_ids=frozenset(), seed=row, sample_index=0,
-                )
-            )  # fmt: skip
-        rows = np.arange(num_rows, dtype=np.int32)
-        logits_RV = self._model.logits(self._hidden.zero_())
-        sampler.sample(logits_RV, rows, rows.astype(np.int64))
+        self._forward(batch, tail)
 
     def _graph_for(self, plan: StepPlan, tail: Tail) -> Shape | None:
         """The shape whose graph takes this plan, captured now if it is new."""
@@ -181,66 +218,77 @@ class TritonRunner:
             x_RE = x_TE if sample_at is None else x_TE.index_select(0, sample_at)
         else:
             x_TE = x_RE = self._model.forward(batch, kv_step, sample_at)
-        if tail == "hidden":
-            self._hidden[: len(x_RE)].copy_(x_RE)
-        else:
-            self._sample_fused(batch, x_RE)
+        self._sample(batch, x_RE, tail)
         return x_TE
 
-    def _sample_fused(self, batch: ForwardBatch, x_RE: Tensor) -> None:
-        model, builder, feed = self._model, self._batch_builder, batch.feed
+    def _sample(self, batch: ForwardBatch, x_RE: Tensor, tail: Tail) -> None:
+        sampling, feed = self._sampling, batch.feed
         assert feed is not None
-        around = {
-            "vocab_size": self._sampler.vocab_size,
-            "rows_R": feed.table_rows,
-            "positions_R": batch.seq_lens,
-            "temperatures_W": builder.temperatures_W,
-            "seeds_W": builder.seeds_W,
-            "sample_indices_W": builder.sample_indices_W,
+        R, vocab_size = len(x_RE), self._vocab_size
+        out_R = self._ids[:R]
+        requests = {"rows_R": feed.table_rows, "positions_R": batch.seq_lens}
+        around = requests | {
+            "temperatures_W": sampling.temperatures_W,
+            "seeds_W": sampling.seeds_W,
+            "sample_indices_W": sampling.sample_indices_W,
             "last_tokens_W": feed.last_tokens,
-            "scratch": self._head_scratch,
-            "out_R": self._ids[: len(x_RE)],
+            "out_R": out_R,
         }
-        head = model.head
-        if isinstance(head, TritonLinear) and len(x_RE) <= MAX_ROWS:
-            head_VE = head.weight.weight_NK
-            head_sample(x_RE, model.norm.weight_E, model.norm.eps, head_VE, **around)
-        else:
-            sample_logits(head.normed(model.norm, x_RE), **around)
+        logits_RV = self._logits(x_RE)
+        sample_logits(logits_RV, vocab_size=vocab_size, scratch=self._head_scratch, **around)
+        if tail == "sample":
+            return
+        asked, scratch = sampling.asked, self._row_scratch
+        full_sample(logits_RV, vocab_size=vocab_size, asked=asked, scratch=scratch, **around)
+        token_logprobs(
+            logits_RV, vocab_size=vocab_size, numbers_WF=asked.numbers_WF, chosen_R=out_R,
+            scratch=scratch, out_RN=self._logprob_words[:R], **requests,
+        )  # fmt: skip
 
-    def _send_ids(self, plan: StepPlan, batch: ForwardBatch) -> PendingIds:
+    def _logits(self, x_RE: Tensor) -> Tensor:
+        """[R, V] in the model's dtype."""
+        head, norm = self._model.head, self._model.norm
+        if not isinstance(head, TritonLinear) or len(x_RE) > MAX_ROWS:
+            return head.normed(norm, x_RE)
+        weight_VE, scratch = head.weight.weight_NK, self._head_scratch.linear
+        return small_linear(x_RE, weight_VE, norm_K=norm.weight_E, eps=norm.eps, scratch=scratch)
+
+    def _send(
+        self,
+        plan: StepPlan,
+        batch: ForwardBatch,
+        tail: Tail,
+        prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]],
+    ) -> PendingStep:
         self._turn = (self._turn + 1) % TURNS
-        key = (self._turn, batch.seq_lens.shape[0])
-        views = self._views.get(key)
-        if views is None:
-            views = self._views[key] = (self._host_ids[key[0]][: key[1]], self._ids[: key[1]])
-        views[0].copy_(views[1], non_blocking=True)
+        copies = self._copies_of(self._turn, batch.seq_lens.shape[0])
+        copies.host_ids.copy_(copies.ids, non_blocking=True)
+        logprobs = None
+        if tail == "full":
+            num_top = self._sampling.num_logprobs_W[plan.rows]
+            indices = np.flatnonzero(plan.is_sampled & (num_top >= 0))
+            if len(indices):
+                copies.host_words.copy_(copies.words, non_blocking=True)
+                # A tiny vocabulary has fewer tokens than may be asked for.
+                counts = num_top[indices].clip(max=self._vocab_size)
+                asked = list(zip(indices.tolist(), counts.tolist(), strict=True))
+                logprobs = _LogprobWords(copies.host_words, asked)
         event = None
         if self._events is not None:
             event = self._events[self._turn]
             event.record()
-        return PendingIds(plan, views[0], event)
+        return PendingStep(plan, copies.host_ids, logprobs, event, prompt_logprobs)
 
-    def _sample_fully(self, plan: StepPlan, hidden_TE: Tensor | None) -> ReadyResult:
-        prompt_logprobs = {}
-        if hidden_TE is not None:
-            prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE)
-        token_ids = np.full(len(plan.rows), NO_TOKEN, np.int64)
-        logprobs: dict[int, TokenLogprobs] = {}
-        sampled = np.flatnonzero(plan.is_sampled)
-        if len(sampled):
-            x_RE = self._hidden[torch.from_numpy(sampled).to(self._device)]
-            positions = (plan.context_lens + plan.query_lens)[sampled].astype(np.int64)
-            rows = plan.rows[sampled]
-            ids, found = self._sampler.sample(self._model.logits(x_RE), rows, positions)
-            token_ids[sampled] = ids
-            logprobs = {int(sampled[i]): value for i, value in found.items()}
-            on_device = torch.from_numpy(np.maximum(ids, 0)).to(self._device)
-            at = torch.from_numpy(rows.astype(np.int64)).to(self._device)
-            self._batch_builder.last_tokens_W.index_copy_(0, at, on_device)
-        return ReadyResult(
-            StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        )
+    def _copies_of(self, turn: int, R: int) -> _Copies:
+        copies = self._views.get((turn, R))
+        if copies is None:
+            copies = self._views[turn, R] = _Copies(
+                self._ids[:R],
+                self._host_ids[turn, :R],
+                self._logprob_words[:R],
+                self._host_words[turn, :R],
+            )
+        return copies
 
 
 def _exact_shape(plan: StepPlan) -> Shape:

@@ -72,6 +72,18 @@ def gumbel_noise(first_id, seed, position, sample, BLOCK_V: tl.constexpr):
     return _gumbel(tl.reshape(words, (BLOCK_V,)))
 
 
+@triton.jit
+def gumbel_noise_of(ids, seed, position, sample):
+    """The noise of any ids."""
+    c0 = (ids // 4).to(tl.uint32)
+    zeros = c0 * 0
+    c1 = zeros + position.to(tl.int64).to(tl.uint32)
+    c2 = zeros + sample.to(tl.int64).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, zeros)
+    word = ids % 4
+    return _gumbel(tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)))
+
+
 @triton.jit(do_not_specialize=["vocab_size"])
 def _sample_logits_kernel(
     logits_ptr, rows_ptr, positions_ptr, temperatures_ptr, seeds_ptr, samples_ptr,

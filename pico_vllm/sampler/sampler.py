@@ -47,8 +47,6 @@ class Sampler:
         self._is_adjusted = np.zeros(max_num_seqs, np.bool_)
         self._is_special = np.zeros(max_num_seqs, np.bool_)
         """Not just the largest logit: sampled, adjusted, or with log-probabilities."""
-        self._needs_logits = np.zeros(max_num_seqs, np.bool_)
-        """More than temperature: adjusted, filtered, or with log-probabilities."""
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
         self._temperature = np.ones(max_num_seqs, np.float32)
         self._top_k = np.full(max_num_seqs, vocab_size, np.int64)
@@ -93,16 +91,6 @@ class Sampler:
         self._is_special[row] = (
             not params.is_greedy or self._is_adjusted[row] or params.logprobs is not None
         )
-        is_filtered = not params.is_greedy and (
-            self._top_k[row] < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
-        )
-        self._needs_logits[row] = (
-            is_filtered or self._is_adjusted[row] or params.logprobs is not None
-        )
-
-    def needs_logits(self, rows: NDArray[np.int32]) -> bool:
-        """Whether any of these rows asks for more than a head that samples by temperature gives."""
-        return bool(self._needs_logits[rows].any())
 
     def sample(
         self, logits_NV: Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -85,9 +86,11 @@ def test_bf16_logits_are_as_near_as_transformers_own(subject: Subject) -> None:
     """The bf16 error against fp32 transformers is at most twice that of transformers in bf16, in
     prefill and in decode steps."""
     (prompt,) = random_prompts([150], seed=4)
-    with LLM(subject.folder, dtype="bfloat16", **SETTINGS) as llm, tiny.recorded_logits(llm) as got:
+    settings = SETTINGS | {"dtype": "bfloat16", "cuda_graph": "off"}
+    with LLM(subject.folder, **settings) as llm, tiny.recorded_logits(llm) as got:
         llm.generate(prompt, greedy(1, prompt_logprobs=0))
-        prefill = torch.cat(got)
+        # The last token's come first: it is sampled before the others are looked at.
+        prefill = torch.cat([*got[1:], got[0]])
         got.clear()
         answer = llm.generate(prompt, greedy(40, logprobs=0))[0].outputs[0].token_ids
         decode = torch.cat(got)
@@ -125,22 +128,80 @@ def test_padding_touches_only_the_null_block(subject: Subject) -> None:
         llm.generate(random_prompts([30, 40]), greedy(4))
         pool = runner._kv.device_pool
         before = pool[1:].view(torch.uint8).clone()
-        for shape in (Shape(8, 8, is_decode=True), Shape(64, 4, is_decode=False)):
-            runner.graphs.capture(shape, "sample")
+        shapes = (Shape(8, 8, is_decode=True), Shape(64, 4, is_decode=False))
+        for shape, tail in itertools.product(shapes, ("sample", "full")):
+            runner.graphs.capture(shape, tail)
             runner._batch_builder.stage_padding(shape)
-            runner.graphs.replay(shape, "sample")
+            runner.graphs.replay(shape, tail)
         torch.cuda.synchronize()
         assert torch.equal(before, pool[1:].view(torch.uint8))
 
 
-def test_steady_loop_never_waits(subject: Subject) -> None:
+def _every_kind(count: int) -> list[SamplingParams]:
+    """Greedy and by temperature alone; filters, penalties, biases, a minimum and log-probabilities,
+    alone and together."""
+    common: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.4}
+    held_back: dict[str, Any] = {"stop_token_ids": list(range(40)), "min_tokens": count}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_k": 20, "logprobs": 5},
+        {"temperature": 1.2, "top_p": 0.9},
+        {"temperature": 0.7, "min_p": 0.05, "top_k": 100, "top_p": 0.8},
+        {"temperature": 0.0, **penalties, "logprobs": 20},
+        {"temperature": 1.0, **penalties, "top_p": 0.95, "logit_bias": {7: 2.0, 90: -50.0}},
+        {"temperature": 0.0, **held_back, "logprobs": 0},
+    ]
+    return [SamplingParams(**kind, **common, seed=seed) for seed, kind in enumerate(kinds)]
+
+
+def test_every_kind_with_graphs_and_overlap(subject: Subject) -> None:
+    """In bf16 requests of all kinds in one batch get the same ids and log-probabilities op by op,
+    with graphs, and with overlap, over 80 tokens."""
+    params = _every_kind(80)
+    prompts = random_prompts([20] * len(params), seed=5)
+    settings = SETTINGS | {"dtype": "bfloat16", "max_num_seqs": len(params)}
+    answers = []
+    for cuda_graph, overlap in (("off", "off"), ("lazy", "off"), ("lazy", "on")):
+        with LLM(subject.folder, cuda_graph=cuda_graph, overlap=overlap, **settings) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+            answers.append([(each.token_ids, each.logprobs) for each in outputs])
+    assert answers[0] == answers[1] == answers[2]
+    assert all(len(token_ids) == 80 for token_ids, _ in answers[0])
+
+
+def test_every_kind_in_fp32_is_as_on_the_cpu(subject: Subject) -> None:
+    """In fp32 a request of each kind gets in one batch the ids and log-probabilities that the CPU
+    engine gives it alone."""
+    params = _every_kind(40)
+    prompts = random_prompts([15] * len(params), seed=6)
+    with LLM(subject.folder, dtype="float32", device="cpu", num_kv_blocks=64) as llm:
+        wanted = [
+            llm.generate(prompt, each)[0].outputs[0]
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+    with LLM(subject.folder, dtype="float32", **SETTINGS) as llm:
+        found = [output.outputs[0] for output in llm.generate(prompts, params)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for each, same in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert {i: entry.logprob for i, entry in each.items()} == pytest.approx(
+                {i: entry.logprob for i, entry in same.items()}, abs=1e-3
+            )
+
+
+@pytest.mark.parametrize("has_every_kind", [False, True])
+def test_steady_loop_never_waits(subject: Subject, has_every_kind: bool) -> None:
     """Steady decode steps run under PyTorch's synchronisation alarm, and make no tensor on the
-    device."""
+    device, whatever is asked for."""
+    params = _every_kind(40) if has_every_kind else [greedy(40)] * 4
+    prompts = random_prompts([20] * len(params))
     with LLM(subject.folder, dtype="bfloat16", **SETTINGS) as llm:
         engine = llm.engine
-        llm.generate(random_prompts([20] * 4), greedy(40))
-        for prompt in random_prompts([20] * 4):
-            engine.add_request(prompt, greedy(40))
+        llm.generate(prompts, params)
+        for prompt, each in zip(prompts, params, strict=True):
+            engine.add_request(prompt, each)
         for _ in range(6):
             engine.step()
         torch.cuda.synchronize()
@@ -149,7 +210,7 @@ def test_steady_loop_never_waits(subject: Subject) -> None:
         try:
             for _ in range(20):
                 events = engine.step()
-                assert len(events.token_ids) == 4
+                assert len(events.token_ids) == len(params)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -66,7 +67,8 @@ def test_same_answers_as_plain_operations(model: Path) -> None:
         pool = runner._kv.device_pool[1:].view(torch.uint8)
         before, last_tokens = pool.clone(), runner._batch_builder.last_tokens_W[:-1].clone()
         for shape in (Shape(2, 2, is_decode=True), Shape(8, 2, is_decode=False)):
-            runner.run_padding(shape)
+            for tail in ("sample", "full"):
+                runner.run_padding(shape, tail)
         assert torch.equal(before, pool)
         assert torch.equal(last_tokens, runner._batch_builder.last_tokens_W[:-1])
     for ours, theirs in zip(found, wanted, strict=True):
@@ -96,6 +98,45 @@ def test_plain_layers_around_triton_attention(model: Path, settings: dict[str, s
         found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
         llm.engine.check_invariants()
     assert found == wanted
+
+
+def test_every_kind_of_request_with_overlap(model: Path) -> None:
+    """Requests with penalties, filters, biases, a minimum of tokens and log-probabilities, in one
+    batch with a plain one and with overlap, give what each gives alone in the plain loop, on plain
+    operations."""
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.4}
+    common: dict[str, Any] = {"max_tokens": 2, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0.0, logprobs=3, **penalties, **common),
+        SamplingParams(temperature=1.1, seed=3, top_k=30, top_p=0.9, **penalties, **common),
+        SamplingParams(temperature=0.9, seed=8, **common),
+        SamplingParams(
+            temperature=0.0, logit_bias={9: 60.0, 200: -5.0}, stop_token_ids=[9], min_tokens=1,
+            logprobs=0, **common,
+        ),
+    ]  # fmt: skip
+    prompts = [[5, 9, 200], [7, 8], [17, 3, 5], [9]]
+    more = {"max_num_seqs": 4, "num_kv_blocks": 16}
+    with LLM(str(model), **PLAIN | more) as llm:
+        wanted = [
+            llm.generate(prompt, each)[0] for prompt, each in zip(prompts, params, strict=True)
+        ]
+    assert wanted[3].outputs[0].finish_reason == "stop"
+    assert len(wanted[3].outputs[0].token_ids) == 2
+    for overlap in ("on",) if DEVICE == "cpu" else ("on", "off"):
+        with LLM(str(model), **SETTINGS | more | {"overlap": overlap}) as llm:
+            found = llm.generate(prompts, params)
+            llm.engine.check_invariants()
+        for ours, theirs in zip(found, wanted, strict=True):
+            mine, other = ours.outputs[0], theirs.outputs[0]
+            assert mine.token_ids == other.token_ids
+            assert mine.finish_reason == other.finish_reason
+            assert (mine.logprobs is None) == (other.logprobs is None)
+            for each, same in zip(mine.logprobs or (), other.logprobs or (), strict=True):
+                assert list(each) == list(same)
+                for entry, twin in zip(each.values(), same.values(), strict=True):
+                    assert entry.logprob == pytest.approx(twin.logprob, abs=1e-4)
+                    assert entry.rank == twin.rank
 
 
 def test_refuses_what_the_kernels_cannot_do(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,23 @@ from pico_vllm.step import NewBlocks, NewRow, StepPlan
 
 def _builder() -> DeviceBatchBuilder:
     return DeviceBatchBuilder(
-        max_num_seqs=4, max_model_len=64, max_num_batched_tokens=16, block_size=8,
+        max_num_seqs=4, max_model_len=64, max_num_batched_tokens=16, block_size=8, vocab_size=300,
         device=torch.device("cpu"),
     )  # fmt: skip
 
 
-def _plan(row: int, tokens: list[int], blocks: list[int]) -> StepPlan:
+def _plan(
+    row: int,
+    tokens: list[int],
+    blocks: list[int],
+    params: SamplingParams | None = None,
+    num_prompt_tokens: int | None = None,
+) -> StepPlan:
     new = NewRow(
-        row=row, token_ids=np.array(tokens, np.int32), num_prompt_tokens=len(tokens),
-        params=SamplingParams(temperature=0.5), stop_token_ids=frozenset(), seed=-7, sample_index=3,
+        row=row, token_ids=np.array(tokens, np.int32),
+        num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
+        params=params or SamplingParams(temperature=0.5),
+        stop_token_ids=frozenset([3, 256, 999]), seed=-7, sample_index=3,
     )  # fmt: skip
     return StepPlan(
         request_ids=(str(row),),
@@ -46,8 +54,8 @@ def test_a_prompt_and_its_state() -> None:
     assert batch.feed.table_rows.tolist() == [2, 4] and batch.feed.sample_at.tolist() == [8, 0]
     assert builder.block_table_WM[2, :3].tolist() == [6, 1, 0]
     assert not builder.block_table_WM[[0, 1, 3, 4]].any()
-    assert (builder.seeds_W[2], builder.sample_indices_W[2]) == (-7, 3)
-    assert builder.temperatures_W.tolist() == [0, 0, 0.5, 0, 0]
+    assert (builder.sampling.seeds_W[2], builder.sampling.sample_indices_W[2]) == (-7, 3)
+    assert builder.sampling.temperatures_W.tolist() == [0, 0, 0.5, 0, 0]
 
 
 def test_padding_leaves_what_a_step_still_sends() -> None:
@@ -62,3 +70,66 @@ def test_padding_leaves_what_a_step_still_sends() -> None:
         assert padded.positions.tolist() == [-1] * 12
         for turn, before in zip(builder._turns, sent, strict=False):
             assert np.array_equal(turn.words, before)
+
+
+def test_what_a_request_asks_for_arrives() -> None:
+    """Every parameter lies in the request's row; those of others, and of padding, are untouched."""
+    builder = _builder()
+    params = SamplingParams(
+        max_tokens=9, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, presence_penalty=0.5,
+        frequency_penalty=-1.5, repetition_penalty=2.0, logit_bias={4: 1.5, 299: -2.0},
+        min_tokens=6, logprobs=2,
+    )  # fmt: skip
+    builder.sampling.enter(plan_row(params))
+    builder.stage(_plan(1, [5, 6, 7], [1], params), Shape(4, 1, is_decode=False))
+    asked = builder.sampling.asked
+    numbers = asked.numbers_WF[1]
+    assert numbers[[0, 6, 7, 8, 9, 10, 11]].tolist() == [7, 1, 2, 2, 9, 3, 2]
+    assert numbers.view(torch.float32)[1:6].tolist() == [0.75, 0.25, 0.5, -1.5, 2.0]
+    assert asked.bias_ids_WB[1, :3].tolist() == [4, 299, 0]
+    assert asked.biases_WB[1, :3].tolist() == [1.5, -2.0, 0.0]
+    assert asked.ending_ids_WE[1, :3].tolist() == [3, 256, 0]  # 999 is no token
+    assert not asked.bias_ids_WB[[0, 2, 3, 4]].any() and not asked.ending_ids_WE[[0, 2, 3, 4]].any()
+    assert asked.numbers_WF[[0, 2, 3, 4]].tolist() == [[0] * 11 + [-1]] * 4
+    assert builder.sampling.needs_full_W.tolist() == [False, True, False, False, False]
+    plain = SamplingParams(max_tokens=9, temperature=0.0, top_k=5, top_p=0.5, seed=1)
+    builder.sampling.enter(plan_row(plain))
+    builder.stage(_plan(1, [5, 6, 7], [1], plain), Shape(4, 1, is_decode=False))
+    assert numbers[[0, 6, 7, 8, 9, 10, 11]].tolist() == [0, 0, 0, 0, 3, 3, -1]
+    assert numbers.view(torch.float32)[1:6].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert not builder.sampling.needs_full_W.any()
+
+
+def plan_row(params: SamplingParams) -> NewRow:
+    return _plan(1, [5, 6, 7], [1], params).new_rows[0]
+
+
+def test_penalty_counts_after_a_late_step_and_a_preemption() -> None:
+    """Whatever a row's last request left, one that enters has the counts of its own prompt and of
+    what it had generated before it was preempted."""
+    builder = _builder()
+    params = SamplingParams(presence_penalty=1.0)
+    counts_WC = builder.sampling.asked.counts_WC
+    in_prompt = -(2**31)
+    builder.stage(_plan(2, [50, 51, 50], [6], params), Shape(4, 1, is_decode=False))
+    assert counts_WC[2].nonzero()[:, 0].tolist() == [50, 51]
+    assert counts_WC[2, [50, 51]].tolist() == [in_prompt, in_prompt]
+    counts_WC[2, 77] += 1  # a step that was launched before the request's end was seen
+    again = _plan(2, [51, 52, 52, 51, 60], [6], params, num_prompt_tokens=2)
+    builder.stage(again, Shape(8, 1, is_decode=False))
+    assert counts_WC[2].nonzero()[:, 0].tolist() == [51, 52, 60]
+    assert counts_WC[2, [51, 52, 60]].tolist() == [in_prompt + 1, in_prompt + 1, 1]
+    assert not counts_WC[[0, 1, 3, 4]].any()
+
+
+def test_more_ids_than_a_turn_holds() -> None:
+    """Requests with penalties that enter together have their counts however many ids they bring."""
+    builder = _builder()
+    for turn in builder._count_words:
+        turn.words = turn.words[:12]
+    plans = [
+        _plan(row, [row + 10] * 7, [row + 1], SamplingParams(frequency_penalty=1.0))
+        for row in range(3)
+    ]
+    builder._send_counts([plan.new_rows[0] for plan in plans])
+    assert builder.sampling.asked.counts_WC.nonzero().tolist() == [[r, r + 10] for r in range(3)]

@@ -10,6 +10,7 @@ from tiny import Canary, assert_idle, greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.engine.engine import _fresh_seed
+from pico_vllm.errors import InvalidRequestError
 from pico_vllm.request import FinishReason
 
 
@@ -35,6 +36,19 @@ def test_unseeded_requests_repeat_with_the_engine(tiny_model: Any) -> None:
     first = answers(5)
     assert first == answers(5) and first != answers(6)
     assert first[0] != first[1]
+
+
+def test_more_ids_to_hold_back_than_there_is_room_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """min_tokens with too many stop ids is refused with the limit and what helps; without
+    min_tokens it is not."""
+    monkeypatch.setattr(llm.engine, "eos_token_ids", frozenset(range(200)))
+    stops = list(range(150, 278))
+    with pytest.raises(InvalidRequestError, match=r"278 ids.* more than 256.*ignore_eos"):
+        llm.engine.check([1], SamplingParams(min_tokens=1, stop_token_ids=stops))
+    llm.engine.check([1], SamplingParams(stop_token_ids=stops))
+    llm.engine.check([1], SamplingParams(min_tokens=1, stop_token_ids=stops, ignore_eos=True))
 
 
 def test_events_of_a_step(llm: LLM) -> None:

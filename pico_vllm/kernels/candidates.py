@@ -1,0 +1,147 @@
+"""A row of logits in scratch memory, and the list of its largest: what choosing from a long row
+without sorting it begins with.
+
+    R requests, V tokens, C = V rounded up to whole blocks, L = BLOCK_V entries of a list
+
+Tokens rank by logit, the lower id first among equals. A key is a logit as an integer of the same
+order. Columns from V on, and what a list does not fill, hold minus infinity: loops need no mask.
+
+A lane is every BLOCK_V-th token. The k-th largest of the lanes' largest is a lower bound of the
+k-th largest token: what reaches it is little more than k tokens and fits into a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_V = 4096
+"""Logits that a program takes at a time; also lanes, and entries of a list."""
+LOWEST_KEY = tl.constexpr(-(2**31))
+"""Below every logit's."""
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+MINUS_INFINITY_KEY = tl.constexpr(-2139095041)
+
+
+def num_columns(vocab_size: int) -> int:
+    return triton.cdiv(vocab_size, BLOCK_V) * BLOCK_V
+
+
+@dataclass(frozen=True, slots=True)
+class RowScratch:
+    """What kernels that choose from rows write and read again. Its contents outlive no kernel."""
+
+    values_RC: Tensor
+    """[R, C + L] fp32: the row, then the list."""
+    ids_RL: Tensor
+    """[R, L] int32"""
+
+    @classmethod
+    def allocate(cls, max_requests: int, vocab_size: int, device: torch.device) -> RowScratch:
+        values = torch.empty((max_requests, num_columns(vocab_size) + BLOCK_V), device=device)
+        ids = torch.empty((max_requests, BLOCK_V), dtype=torch.int32, device=device)
+        return cls(values, ids)
+
+    @property
+    def num_columns(self) -> int:
+        return self.values_RC.shape[1] - self.ids_RL.shape[1]
+
+
+@triton.jit
+def to_key(x):
+    """Of a float that is no NaN and not -0."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def from_key(key):
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_above(keys, ids, key, token_id):
+    """Whether tokens rank above this one."""
+    return (keys > key) | ((keys == key) & (ids < token_id))
+
+
+@triton.jit
+def load_logits(logits_ptr, start, vocab_size, BLOCK_V: tl.constexpr):
+    """[BLOCK_V] fp32 from `start` on, without -0; past the vocabulary minus infinity."""
+    v = tl.arange(0, BLOCK_V)
+    # A load without a mask is several times wider.
+    if start + BLOCK_V <= vocab_size:
+        x = tl.load(logits_ptr + start + v).to(tl.float32)
+    else:
+        is_token = start + v < vocab_size
+        x = tl.load(logits_ptr + start + v, mask=is_token, other=MINUS_INFINITY).to(tl.float32)
+    return tl.where(x == 0.0, 0.0, x)
+
+
+@triton.jit
+def lane_bound(lanes, k, BLOCK_V: tl.constexpr):
+    """A key that at least k lanes reach, in its upper half the largest such; minus infinity's where
+    k is more than there are."""
+    keys = to_key(lanes)
+    bound = tl.full((), LOWEST_KEY, tl.int64)
+    for i in range(16):
+        trial = bound + (tl.full((), 1, tl.int64) << (31 - i))
+        count = tl.sum((keys >= trial.to(tl.int32)).to(tl.int32), axis=0)
+        bound = tl.where(count >= k, trial, bound)
+    # Below minus infinity are the keys of NaNs.
+    return tl.maximum(bound.to(tl.int32), MINUS_INFINITY_KEY)
+
+
+@triton.jit
+def list_largest(
+    row_ptr, num_columns, bound, largest, per_temperature, list_ptr, list_ids_ptr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """List the tokens whose key is at least `bound`, in order of ids. Returns how many they are:
+    more than BLOCK_V did not all fit; and the mass of the row relative to its largest logit."""
+    v = tl.arange(0, BLOCK_V)
+    tl.store(list_ptr + v, tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32))
+    tl.store(list_ids_ptr + v, v * 0 + 0x7FFFFFFF)
+    tl.debug_barrier()
+    masses = tl.zeros((BLOCK_V,), tl.float32)
+    count = 0
+    for start in range(0, num_columns, BLOCK_V):
+        x = tl.load(row_ptr + start + v)
+        masses += tl.exp((x - largest) * per_temperature)
+        is_listed = (to_key(x) >= bound) & (x > MINUS_INFINITY)
+        places = count + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
+        fits = is_listed & (places < BLOCK_V)
+        tl.store(list_ptr + places, x, mask=fits)
+        tl.store(list_ids_ptr + places, start + v, mask=fits)
+        count += tl.sum(is_listed.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    return count, tl.sum(masses, axis=0)
+
+
+@triton.jit
+def load_candidates(values_ptr, list_ids_ptr, start, is_list, BLOCK_V: tl.constexpr):
+    """Logits and ids from `start` on of the list, or of the row, whose places are its ids."""
+    v = tl.arange(0, BLOCK_V)
+    x = tl.load(values_ptr + start + v)
+    ids = start + v
+    if is_list:
+        ids = tl.load(list_ids_ptr + start + v)
+    return x, ids
+
+
+def check_scratch(logits_RV: Tensor, vocab_size: int, scratch: RowScratch) -> None:
+    """Raises ValueError where the logits do not fit into the scratch."""
+    R, V = logits_RV.shape
+    if not 1 <= R <= scratch.values_RC.shape[0]:
+        raise ValueError(f"{R} requests; the scratch takes 1 to {scratch.values_RC.shape[0]}")
+    if not 1 <= vocab_size <= min(V, scratch.num_columns):
+        raise ValueError(
+            f"vocab_size {vocab_size} is not from 1 to the {V} logits there are and the "
+            f"{scratch.num_columns} that the scratch takes"
+        )
+    if logits_RV.stride(1) != 1:
+        raise ValueError(f"logits have strides {logits_RV.stride()}; ids must be contiguous")
