@@ -176,6 +176,7 @@ def all_kinds(V: int) -> list[dict[str, Any]]:
     return [*sampled, *greedy]
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize(("V", "has_ties"), [(301, False), (600, True)])
 def test_every_kind_in_one_batch(V: int, has_ties: bool) -> None:
     """Filters and adjustments, alone and together, sampled and greedy, give the ids of the plain
@@ -318,6 +319,7 @@ def check_logprobs(words: Tensor, ids: list[int], logprobs: list[float], rank: i
     assert bool((words[2 + n : 2 + MAX_TOP] == -7).all())
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize(("V", "has_ties"), [(333, False), (333, True), (4, False)])
 def test_logprobs(V: int, has_ties: bool) -> None:
     """The chosen token, its rank and the most likely tokens in order, the lower id first among
@@ -364,6 +366,7 @@ def test_distribution_of_top_p() -> None:
     assert chi_square < 16.3  # three degrees of freedom, one in a thousand
 
 
+@pytest.mark.memcheck
 def test_counts_are_rebuilt() -> None:
     """A request that enters has the counts of its own tokens, whatever its row held; other rows
     keep theirs."""
