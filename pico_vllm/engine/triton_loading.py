@@ -136,7 +136,7 @@ def profile_activations(
         largest = Shape(tokens, rows, is_decode=False)
         in_graph = min(tokens, MAX_EXTEND_TOKENS)
         largest_in_graph = Shape(in_graph, min(rows, in_graph), is_decode=False)
-        with compiled_in_parallel():
+        with compiled_in_parallel(device):
             for shape in (
                 largest,
                 largest_in_graph,

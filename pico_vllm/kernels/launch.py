@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -46,19 +46,30 @@ def let_next_start(USE_PDL: tl.constexpr):
 
 
 @contextmanager
-def compiled_in_parallel() -> Iterator[None]:
+def compiled_in_parallel(device: torch.device) -> Iterator[None]:
     """Within, launches compile their kernels on threads and run nothing; after, all are ready.
 
     What reads a kernel's output meanwhile reads memory that nobody wrote. Kernels one after the
     other, each at its first launch, took most of a start without a compile cache.
     """
+    kernels = []
 
-    def compile_only(kernel: Any, grid: Any) -> Any:
-        return functools.partial(kernel.warmup, grid=grid)
+    def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
+        def submit(*arguments: Any, **options: Any) -> None:
+            kernels.append(kernel.warmup(*arguments, grid=grid, **options))
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
-        triton.JITFunction.__getitem__ = compile_only  # in place of what it inherits
-        try:
-            yield
-        finally:
-            del triton.JITFunction.__getitem__
+        return submit
+
+    def load(kernel: Any) -> None:
+        with torch.cuda.device(device):
+            # Triton compiles the C code of a launch when it is first asked for.
+            _ = (kernel.result() if hasattr(kernel, "result") else kernel).run
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        with triton.AsyncCompileMode(threads):
+            triton.JITFunction.__getitem__ = compile_only  # in place of what it inherits
+            try:
+                yield
+            finally:
+                del triton.JITFunction.__getitem__
+        list(threads.map(load, {id(kernel): kernel for kernel in kernels}.values()))

@@ -20,7 +20,7 @@ def test_compiled_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within, launches run nothing; after, the same ones run without compiling anything, and a
     kernel that was not named compiles as ever."""
     x = torch.zeros(1, device="cuda")
-    with compiled_in_parallel():
+    with compiled_in_parallel(x.device):
         for amount in (1, 2, 2):
             _add_kernel[(1,)](x, AMOUNT=amount)
     assert x.item() == 0
