@@ -380,6 +380,7 @@ def small_linear(
     residual_MN: Tensor | None = None,
     has_silu_mul: bool = False,
     scratch: LinearScratch | None = None,
+    starts_early: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """A linear layer of a few rows, with RMSNorm before it and SiLU-and-multiply, residual after.
@@ -391,6 +392,9 @@ def small_linear(
         weight_NK    dtype of x, contiguous; with has_silu_mul F = N / 2 gate rows, then F up rows
         bias_N       dtype of x like norm_K and residual_MN, which is [M, F] with has_silu_mul
         scratch      needed where M > 1 and K is long enough to be split
+        starts_early whether the tl.dot kernel may start before the kernel before is over. Its
+                     programs are few and large: where the one before has few too, they would gather
+                     on the multiprocessors that it leaves free, and those of the next after them
         out          written instead of a new tensor. It may be residual_MN itself (each
                      program reads the residual where it writes), but not overlap x
         returns      [M, N], or [M, F], in dtype of x; sums and norm in fp32, no TF32 for fp32
@@ -435,6 +439,8 @@ def small_linear(
             NUM_THREADS=32 * tile["num_warps"], **tile, **flags, **options,
         )  # fmt: skip
         return out
+    if not starts_early:
+        options = {"USE_PDL": False}
     tile = skinny_options(M, N, K, x_MK.element_size(), norm_K is not None)
     if tile["NUM_SPLITS"] > 1 and scratch is None:
         raise ValueError(f"{M} rows of {K} features are split: that needs a scratch")

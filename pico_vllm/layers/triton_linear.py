@@ -1,7 +1,9 @@
 """What the GPU runs in the place of plain linear layers and embeddings.
 
 Up to MAX_ROWS rows a product is bound by reading its weights: one kernel with its norm, bias,
-activation and residual. Above that cuBLAS, with kernels around it.
+activation and residual. Above that cuBLAS, with kernels around it. Of two rows and more, only the
+first product of a layer and attention start early: with all of them a step of 8 requests of
+Qwen2.5-1.5B takes 1.41 ms on an H200, so 1.29, with none 1.35.
 
     M rows, T tokens this step, E hidden size, W rows of the batch state
 """
@@ -44,12 +46,14 @@ class TritonLinear(Linear):
 
     def normed_silu_mul(self, norm: RMSNorm, x_MK: Tensor) -> Tensor:
         if self._is_small(x_MK):
-            return self._small(x_MK, norm_K=norm.weight_E, eps=norm.eps, has_silu_mul=True)
+            return self._small(
+                x_MK, norm_K=norm.weight_E, eps=norm.eps, has_silu_mul=True, starts_early=False
+            )
         return silu_mul(self.normed(norm, x_MK))
 
     def added(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
         if self._is_small(x_MK):
-            return self._small(x_MK, residual_MN=residual_MN)
+            return self._small(x_MK, residual_MN=residual_MN, starts_early=False)
         if self.bias_N is not None:
             return residual_MN.add_(self(x_MK))
         # In place: out of place cuBLAS would first copy the residual.
