@@ -42,12 +42,6 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    """Tokens whose KV is in the cache."""
-    num_tokens_in_flight: int = 0
-    """Tokens that launched steps compute, not committed yet."""
-    num_samples_in_flight: int = 0
-    """Next tokens that launched steps choose, not committed yet."""
     block_ids: list[int] = field(default_factory=list)
     """Logical block ids in token order."""
     row: int = -1
@@ -57,15 +51,6 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
-
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return self.num_computed_tokens + self.num_tokens_in_flight
-
-    @property
-    def num_expected_outputs(self) -> int:
-        """Output tokens once all launched steps are committed, if nothing ends it before."""
-        return len(self.output_token_ids) + self.num_samples_in_flight
 
     @property
     def max_total_tokens(self) -> int:

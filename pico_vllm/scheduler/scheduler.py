@@ -19,11 +19,13 @@ pool.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.scheduler.queues import WaitingQueue
+from pico_vllm.scheduler.rows import Rows
 from pico_vllm.step import BAD_LOGITS, NO_TOKEN, NewBlocks, NewRow, StepPlan, StepResult
 
 
@@ -45,7 +47,7 @@ class Scheduler:
         self._keeps_kv = keeps_kv
         self._waiting = WaitingQueue()
         self._running: dict[str, Request] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._rows = Rows(max_num_seqs)
         self._num_reserved_blocks = 0
 
     @property
@@ -77,26 +79,26 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """What to run next, or None when there is nothing to do."""
         self._admit()
+        rows, state = self._rows.in_order(), self._rows
+        num_outputs = state.num_outputs[rows]
         # One whose last token is under way has nothing left to compute.
-        live = [r for r in self._running.values() if r.num_expected_outputs < r.max_tokens]
-        decoding = [r for r in live if r.num_expected_outputs > 0]
-        prefilling = [r for r in live if r.num_expected_outputs == 0]
-        scheduled: list[tuple[Request, int]] = []
-        budget = self._budget_tokens
-        for request in decoding + prefilling:
-            query_len = (
-                request.num_prompt_tokens
-                + request.num_expected_outputs
-                - request.num_scheduled_tokens
-            )
-            if self._keeps_kv:
-                query_len = min(query_len, budget)
-            if query_len > 0:
-                scheduled.append((request, query_len))
-                budget -= query_len
-        if not scheduled:
+        is_live = num_outputs < state.max_tokens[rows]
+        is_decoding = num_outputs > 0
+        rows = np.concatenate((rows[is_live & is_decoding], rows[is_live & ~is_decoding]))
+        context_lens = state.num_scheduled[rows]
+        query_lens = state.num_tokens(rows) - context_lens
+        if self._keeps_kv:
+            # Each takes what those before it leave of the budget.
+            taken = np.minimum(np.cumsum(query_lens, dtype=np.int32), self._budget_tokens)
+            query_lens = np.diff(taken, prepend=np.int32(0))
+            num_scheduled = np.count_nonzero(query_lens)
+            if num_scheduled < len(rows):
+                rows, context_lens, query_lens = (
+                    each[:num_scheduled] for each in (rows, context_lens, query_lens)
+                )
+        if not len(rows):
             return None
-        return self._make_plan(scheduled)
+        return self._make_plan(rows, context_lens, query_lens)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
         """Let the requests of a step grow or end, and say what happened. Requests aborted meanwhile
@@ -107,16 +109,10 @@ class Scheduler:
         logprobs = {}
         prompt_logprobs = {}
         sampled = result.token_ids.tolist()
-        query_lens = plan.query_lens.tolist()
-        is_sampled = plan.is_sampled.tolist()
         for index, request_id in enumerate(plan.request_ids):
             request = self._running.get(request_id)
             if request is None:
                 continue
-            if self._keeps_kv:
-                request.num_tokens_in_flight -= query_lens[index]
-                request.num_computed_tokens += query_lens[index]
-            request.num_samples_in_flight -= is_sampled[index]
             if index in result.prompt_logprobs:
                 prompt_logprobs[request_id] = result.prompt_logprobs[index]
             token_id = sampled[index]
@@ -164,64 +160,62 @@ class Scheduler:
         return -(-num_tokens // self._block_size)
 
     def _admit(self) -> None:
-        while len(self._waiting) > 0 and self._free_rows:
+        while len(self._waiting) > 0 and self._rows.has_free():
             reserved = self._num_blocks(self._waiting.peek().max_total_tokens)
             if self._num_reserved_blocks + reserved > self._blocks.num_device_blocks:
                 return
             request = self._waiting.pop()
             self._num_reserved_blocks += reserved
-            request.row = self._free_rows.pop()
+            request.row = self._rows.take(request)
             request.status = RequestStatus.PREFILL
             self._running[request.request_id] = request
 
-    def _make_plan(self, scheduled: list[tuple[Request, int]]) -> StepPlan:
-        new_rows = [_new_row(request) for request, _ in scheduled if not request.block_ids]
-        new_blocks = self._extend_tables(scheduled)
-        requests = [request for request, _ in scheduled]
-        context_lens = np.array([r.num_scheduled_tokens for r in requests], np.int32)
-        query_lens = np.array([query_len for _, query_len in scheduled], np.int32)
-        num_tokens = np.array(
-            [r.num_prompt_tokens + r.num_expected_outputs for r in requests], np.int32
-        )
-        is_sampled = context_lens + query_lens == num_tokens
+    def _make_plan(
+        self,
+        rows: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        query_lens: NDArray[np.int32],
+    ) -> StepPlan:
+        state = self._rows
+        is_new = state.num_blocks[rows] == 0
+        ends = context_lens + query_lens
+        is_sampled = ends == state.num_tokens(rows)
         num_decodes = 0
         if self._keeps_kv:
-            num_decodes = sum(r.num_expected_outputs > 0 for r in requests)
-        for (request, query_len), samples in zip(scheduled, is_sampled.tolist(), strict=True):
-            if self._keeps_kv:
-                request.num_tokens_in_flight += query_len
-            request.num_samples_in_flight += samples
+            num_decodes = int(np.count_nonzero(state.num_outputs[rows]))
+            state.num_scheduled[rows] = ends
+        state.num_outputs[rows] += is_sampled
         return StepPlan(
-            request_ids=tuple(r.request_id for r in requests),
-            rows=np.array([r.row for r in requests], np.int32),
+            request_ids=state.request_ids(rows),
+            rows=rows,
             context_lens=context_lens,
             query_lens=query_lens,
             is_sampled=is_sampled,
             num_decodes=num_decodes,
-            new_rows=tuple(new_rows),
-            new_blocks=new_blocks,
+            new_rows=tuple(_new_row(state.requests[row]) for row in rows[is_new].tolist()),
+            new_blocks=self._extend_tables(rows, ends),
         )
 
-    def _extend_tables(self, scheduled: list[tuple[Request, int]]) -> tuple[NewBlocks, ...]:
-        """Give the requests the blocks that this step's tokens go to, all taken at once."""
-        growing = []
-        for request, query_len in scheduled:
-            missing = self._num_blocks(request.num_scheduled_tokens + query_len) - len(
-                request.block_ids
-            )
-            if missing > 0:
-                growing.append((request, missing))
-        if not growing:
+    def _extend_tables(
+        self, rows: NDArray[np.int32], ends: NDArray[np.int32]
+    ) -> tuple[NewBlocks, ...]:
+        """Give the requests the blocks that their tokens up to `ends` go to, all taken at once."""
+        num_blocks = self._rows.num_blocks
+        missing = -(-ends // self._block_size) - num_blocks[rows]
+        growing = np.flatnonzero(missing > 0)
+        if not len(growing):
             return ()
-        block_ids = self._blocks.allocate(sum(missing for _, missing in growing))
+        block_ids = self._blocks.allocate(int(missing[growing].sum()))
         assert block_ids is not None, "reserved blocks were not there"
         physical_ids = self._blocks.device_ids(block_ids)
         new_blocks, at = [], 0
-        for request, missing in growing:
-            held, taken = len(request.block_ids), slice(at, at + missing)
-            new_blocks.append(NewBlocks(row=request.row, index=held, block_ids=physical_ids[taken]))
-            request.block_ids.extend(block_ids[taken])
-            at += missing
+        for row, count in zip(rows[growing].tolist(), missing[growing].tolist(), strict=True):
+            taken = slice(at, at + count)
+            held = int(num_blocks[row])
+            new_blocks.append(NewBlocks(row=row, index=held, block_ids=physical_ids[taken]))
+            self._rows.requests[row].block_ids.extend(block_ids[taken])
+            num_blocks[row] += count
+            at += count
         return tuple(new_blocks)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -231,7 +225,7 @@ class Scheduler:
             self._num_reserved_blocks -= self._num_blocks(request.max_total_tokens)
             self._blocks.free(request.block_ids)
             request.block_ids = []
-            self._free_rows.append(request.row)
+            self._rows.give_back(request.row)
             request.row = -1
 
     def check_invariants(self) -> None:
@@ -245,18 +239,13 @@ class Scheduler:
         assert len(held) + self._blocks.num_free_device_blocks == self._blocks.num_device_blocks, (
             "a block was lost"
         )
-        if self._keeps_kv:
-            for request in running:
-                expected = self._num_blocks(request.num_scheduled_tokens)
-                assert len(request.block_ids) == expected, (
-                    request.request_id,
-                    len(request.block_ids),
-                    expected,
-                )
-        rows = [request.row for request in running]
-        assert len(set(rows + self._free_rows)) == len(rows) + len(self._free_rows), (
-            "a row used twice"
-        )
+        self._rows.check_invariants(running)
+        for request in running:
+            num_blocks = int(self._rows.num_blocks[request.row])
+            num_scheduled = int(self._rows.num_scheduled[request.row])
+            assert len(request.block_ids) == num_blocks, request.request_id
+            if self._keeps_kv:
+                assert num_blocks == self._num_blocks(num_scheduled), request.request_id
         reserved = sum(self._num_blocks(request.max_total_tokens) for request in running)
         assert reserved == self._num_reserved_blocks <= self._blocks.num_device_blocks, (
             "reservations"

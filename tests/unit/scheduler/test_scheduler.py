@@ -46,6 +46,8 @@ class World:
         self.answers: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
         self.first_scheduled: list[str] = []
+        self.num_planned: dict[str, int] = {}
+        """Tokens that the plans so far compute, by request."""
 
     def add(self, prompt_len: int, max_tokens: int, **others: Any) -> Request:
         number = len(self.requests)
@@ -128,7 +130,9 @@ class World:
             num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
             assert end <= num_tokens
             assert bool(plan.is_sampled[index]) is (end == num_tokens)
-            assert int(plan.context_lens[index]) == request.num_computed_tokens
+            assert int(plan.context_lens[index]) == self.num_planned.get(request.request_id, 0)
+            if self.keeps_kv:
+                self.num_planned[request.request_id] = end
             assert len(request.block_ids) == -(-end // self.block_size)
         self.first_scheduled += [
             request_id for request_id in plan.request_ids if request_id not in self.first_scheduled
@@ -146,7 +150,7 @@ class World:
         self.scheduler.check_invariants()
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert self.blocks.num_free_device_blocks == self.num_blocks
-        assert len(self.scheduler._free_rows) == self.max_num_seqs
+        assert len(self.scheduler._rows._free) == self.max_num_seqs
         for request_id, request in self.requests.items():
             answer, wanted = self.answers[request_id], expected_answer(request)
             if self.ended[request_id] is FinishReason.ABORT:
