@@ -176,7 +176,8 @@ class LLM:
             token_ids = self._encode(one_prompt)
         (one_params,) = _one_each(params, 1)
         request = self._check(token_ids, one_params)
-        group = _group(token_ids, prompt if isinstance(prompt, str) else None, keeps_deltas=True)
+        output = _output(token_ids, prompt if isinstance(prompt, str) else None)
+        group = AnswerGroup(output, keeps_deltas=True)
         deltas = self._stream(group, request)
         next(deltas)  # adds the request; from here on closing the generator ends it
         return deltas  # type: ignore[return-value]
@@ -235,18 +236,20 @@ class LLM:
             self._check(token_ids, each)
             for token_ids, each in zip(token_lists, params, strict=True)
         ]
+        finished: deque[AnswerGroup] = deque()
         groups = [
-            _group(token_ids, text, keeps_deltas=False)
+            AnswerGroup(_output(token_ids, text), finished=finished)
             for token_ids, text in zip(token_lists, texts, strict=True)
         ]
+        num_unfinished = len(groups)
         try:
             for group, request in zip(groups, requests, strict=True):
                 self._add(group, request)
-            unfinished = dict(enumerate(groups))
-            while unfinished:
+            while num_unfinished:
                 self._step()
-                for index in [i for i, group in unfinished.items() if group.output.finished]:
-                    group = unfinished.pop(index)
+                while finished:
+                    group = finished.popleft()
+                    num_unfinished -= 1
                     if on_finish is not None:
                         on_finish(group.output)
         finally:
@@ -322,9 +325,8 @@ class LLM:
             raise ConfigError("this LLM was closed; make a new one")
 
 
-def _group(token_ids: list[int], text: str | None, *, keeps_deltas: bool) -> AnswerGroup:
-    output = RequestOutput(request_id="", prompt=text, prompt_token_ids=token_ids, outputs=[])
-    return AnswerGroup(output, keeps_deltas=keeps_deltas)
+def _output(token_ids: list[int], text: str | None) -> RequestOutput:
+    return RequestOutput(request_id="", prompt=text, prompt_token_ids=token_ids, outputs=[])
 
 
 def _plain_int(value: Any) -> Any:

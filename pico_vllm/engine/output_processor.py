@@ -20,11 +20,24 @@ logger = logging.getLogger(__name__)
 class AnswerGroup:
     """The n answers to one prompt."""
 
-    def __init__(self, output: RequestOutput, *, keeps_deltas: bool) -> None:
+    def __init__(
+        self,
+        output: RequestOutput,
+        *,
+        keeps_deltas: bool = False,
+        finished: deque[AnswerGroup] | None = None,
+    ) -> None:
+        """finished: where the group puts itself when its last answer has ended."""
         self.output = output
         self.request_ids: list[str] = []
         """In the engine, one for each answer."""
         self.deltas: deque[CompletionDelta] | None = deque() if keeps_deltas else None
+        self._finished = finished
+
+    def answer_ended(self) -> None:
+        if self._finished is not None and self.output.finished:
+            self._finished.append(self)
+            self._finished = None  # once, even if telling of the end fails
 
 
 class _Answer:
@@ -48,6 +61,9 @@ class _Answer:
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
+        self._keeps_ids_alone = (
+            self._detokenizer is None and params.logprobs is None and group.deltas is None
+        )
 
     def update(
         self,
@@ -59,6 +75,8 @@ class _Answer:
         output, text = self.output, ""
         token_ids = (token_id,) if token_id >= 0 else ()
         output.token_ids.extend(token_ids)
+        if reason is None and self._keeps_ids_alone:
+            return
         if reason is FinishReason.STOP and token_id not in eos_token_ids:
             output.stop_reason = token_id
         if self._detokenizer is not None:
@@ -76,9 +94,13 @@ class _Answer:
             output.logprobs.extend(entries)
             output.cumulative_logprob += logprobs.logprobs[0]
         if reason is not None:
-            output.finish_reason = reason.value
-            self._detokenizer = None
+            self.end(reason)
         self._give(text, token_ids, entries)
+
+    def end(self, reason: FinishReason) -> None:
+        self.output.finish_reason = reason.value
+        self._detokenizer = None
+        self.group.answer_ended()
 
     def add_prompt_logprobs(self, values: Sequence[TokenLogprobs]) -> None:
         """Take over those of a chunk of the prompt; the first of n answers has them for all."""
@@ -88,8 +110,7 @@ class _Answer:
 
     def fail(self) -> None:
         """End it with what it has: our fault."""
-        self.output.finish_reason = FinishReason.ERROR.value
-        self._detokenizer = None
+        self.end(FinishReason.ERROR)
         self._give("", (), ())
 
     def _give(
@@ -140,15 +161,16 @@ class OutputProcessor:
                 self._fail_alone(request_id, answer)
                 del self._answers[request_id]
                 ended.append(request_id)
+        answers, logprobs, eos_token_ids = self._answers, events.logprobs, self._eos_token_ids
         for request_id, token_id, reason in zip(
             events.request_ids, events.token_ids, events.finish_reasons, strict=True
         ):
-            answer = self._answers.get(request_id)
+            answer = answers.get(request_id)
             if answer is None:
                 continue
             try:
                 answer.update(
-                    token_id, reason, events.logprobs.get(request_id), self._eos_token_ids
+                    token_id, reason, logprobs.get(request_id) if logprobs else None, eos_token_ids
                 )
             except Exception:
                 self._fail_alone(request_id, answer)
@@ -174,7 +196,7 @@ class OutputProcessor:
         """Forget a request that the caller gave up."""
         answer = self._answers.pop(request_id, None)
         if answer is not None:
-            answer.output.finish_reason = FinishReason.ABORT.value
+            answer.end(FinishReason.ABORT)
 
 
 def _by_token(value: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

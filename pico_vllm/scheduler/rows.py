@@ -32,6 +32,7 @@ class Rows:
         self._in_use: dict[int, None] = {}
         """In order of arrival."""
         self._in_order: NDArray[np.int32] | None = None
+        self._ids_in_order: tuple[str, ...] = ()
 
     def has_free(self) -> bool:
         return bool(self._free)
@@ -56,6 +57,7 @@ class Rows:
         """The rows in use, those that were taken first first."""
         if self._in_order is None:
             self._in_order = np.array(list(self._in_use), np.int32)
+            self._ids_in_order = self._ids_of(self._in_order)
         return self._in_order
 
     def num_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -63,6 +65,9 @@ class Rows:
         return self.num_prompt_tokens[rows] + self.num_outputs[rows]
 
     def request_ids(self, rows: NDArray[np.int32]) -> tuple[str, ...]:
+        return self._ids_in_order if rows is self._in_order else self._ids_of(rows)
+
+    def _ids_of(self, rows: NDArray[np.int32]) -> tuple[str, ...]:
         return tuple([self.requests[row].request_id for row in rows.tolist()])
 
     def check_invariants(self, running: Sequence[Request]) -> None:

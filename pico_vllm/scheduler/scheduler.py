@@ -18,6 +18,8 @@ pool.
 
 from __future__ import annotations
 
+from itertools import compress
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -84,18 +86,18 @@ class Scheduler:
         # One whose last token is under way has nothing left to compute.
         is_live = num_outputs < state.max_tokens[rows]
         is_decoding = num_outputs > 0
-        rows = np.concatenate((rows[is_live & is_decoding], rows[is_live & ~is_decoding]))
+        if not (is_live.all() and is_decoding.all()):
+            rows = np.concatenate((rows[is_live & is_decoding], rows[is_live & ~is_decoding]))
         context_lens = state.num_scheduled[rows]
         query_lens = state.num_tokens(rows) - context_lens
-        if self._keeps_kv:
+        if self._keeps_kv and query_lens.sum() > self._budget_tokens:
             # Each takes what those before it leave of the budget.
-            taken = np.minimum(np.cumsum(query_lens, dtype=np.int32), self._budget_tokens)
-            query_lens = np.diff(taken, prepend=np.int32(0))
+            ends = np.minimum(np.cumsum(query_lens, dtype=np.int32), self._budget_tokens)
+            query_lens = np.diff(ends, prepend=np.int32(0))
             num_scheduled = np.count_nonzero(query_lens)
-            if num_scheduled < len(rows):
-                rows, context_lens, query_lens = (
-                    each[:num_scheduled] for each in (rows, context_lens, query_lens)
-                )
+            rows, context_lens, query_lens = (
+                each[:num_scheduled] for each in (rows, context_lens, query_lens)
+            )
         if not len(rows):
             return None
         return self._make_plan(rows, context_lens, query_lens)
@@ -103,38 +105,40 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
         """Let the requests of a step grow or end, and say what happened. Requests aborted meanwhile
         are passed over."""
-        request_ids: list[str] = []
-        token_ids: list[int] = []
-        reasons: list[FinishReason | None] = []
-        logprobs = {}
-        prompt_logprobs = {}
-        sampled = result.token_ids.tolist()
-        for index, request_id in enumerate(plan.request_ids):
-            request = self._running.get(request_id)
+        token_ids: list[int] = result.token_ids.tolist()
+        reasons: list[FinishReason | None] = [None] * len(token_ids)
+        has_event = [True] * len(token_ids)
+        logprobs, prompt_logprobs = {}, {}
+        running = self._running
+        for index, (request_id, token_id) in enumerate(
+            zip(plan.request_ids, token_ids, strict=True)
+        ):
+            request = running.get(request_id)
             if request is None:
+                has_event[index] = False
                 continue
             if index in result.prompt_logprobs:
                 prompt_logprobs[request_id] = result.prompt_logprobs[index]
-            token_id = sampled[index]
-            if token_id == NO_TOKEN:
+            if token_id < 0:
+                if token_id == BAD_LOGITS:
+                    reasons[index] = FinishReason.ERROR
+                    self._finish(request, FinishReason.ERROR)
+                else:
+                    has_event[index] = False
                 continue
-            if token_id == BAD_LOGITS:
-                reason: FinishReason | None = FinishReason.ERROR
-            else:
-                request.status = RequestStatus.DECODING
-                request.output_token_ids.append(token_id)
-                reason = _end_of(request, token_id)
-                if index in result.logprobs:
-                    logprobs[request_id] = result.logprobs[index]
-            if reason is not None:
-                self._finish(request, reason)
-            request_ids.append(request_id)
-            token_ids.append(token_id)
-            reasons.append(reason)
+            request.status = RequestStatus.DECODING
+            outputs = request.output_token_ids
+            outputs.append(token_id)
+            if index in result.logprobs:
+                logprobs[request_id] = result.logprobs[index]
+            if token_id in request.stop_token_ids or len(outputs) >= request.max_tokens:
+                reason = reasons[index] = _end_of(request, token_id)
+                if reason is not None:
+                    self._finish(request, reason)
         return StepEvents(
-            request_ids=tuple(request_ids),
-            token_ids=tuple(token_ids),
-            finish_reasons=tuple(reasons),
+            request_ids=tuple(compress(plan.request_ids, has_event)),
+            token_ids=tuple(compress(token_ids, has_event)),
+            finish_reasons=tuple(compress(reasons, has_event)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -177,14 +181,20 @@ class Scheduler:
         query_lens: NDArray[np.int32],
     ) -> StepPlan:
         state = self._rows
-        is_new = state.num_blocks[rows] == 0
-        ends = context_lens + query_lens
-        is_sampled = ends == state.num_tokens(rows)
+        ends, num_outputs = context_lens + query_lens, state.num_outputs[rows]
+        num_blocks = state.num_blocks[rows]
+        is_sampled = ends == state.num_prompt_tokens[rows] + num_outputs
         num_decodes = 0
         if self._keeps_kv:
-            num_decodes = int(np.count_nonzero(state.num_outputs[rows]))
+            num_decodes = int(np.count_nonzero(num_outputs))
             state.num_scheduled[rows] = ends
-        state.num_outputs[rows] += is_sampled
+        state.num_outputs[rows] = num_outputs + is_sampled
+        new_rows: list[NewRow] = []
+        new_blocks: tuple[NewBlocks, ...] = ()
+        if (ends > num_blocks * self._block_size).any():
+            is_new = num_blocks == 0
+            new_rows = [_new_row(state.requests[row]) for row in rows[is_new].tolist()]
+            new_blocks = self._extend_tables(rows, ends)
         return StepPlan(
             request_ids=state.request_ids(rows),
             rows=rows,
@@ -192,8 +202,8 @@ class Scheduler:
             query_lens=query_lens,
             is_sampled=is_sampled,
             num_decodes=num_decodes,
-            new_rows=tuple(_new_row(state.requests[row]) for row in rows[is_new].tolist()),
-            new_blocks=self._extend_tables(rows, ends),
+            new_rows=tuple(new_rows),
+            new_blocks=new_blocks,
         )
 
     def _extend_tables(
@@ -203,8 +213,6 @@ class Scheduler:
         num_blocks = self._rows.num_blocks
         missing = -(-ends // self._block_size) - num_blocks[rows]
         growing = np.flatnonzero(missing > 0)
-        if not len(growing):
-            return ()
         block_ids = self._blocks.allocate(int(missing[growing].sum()))
         assert block_ids is not None, "reserved blocks were not there"
         physical_ids = self._blocks.device_ids(block_ids)
