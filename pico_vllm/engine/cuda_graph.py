@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -99,11 +99,11 @@ class CudaGraphs:
 
     def capture_decodes(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """All decode shapes at once, the largest first: the smaller ones fit into its memory."""
-        sizes = self._decode_sizes[::-1]
-        for index, size in enumerate(sizes):
-            self.capture(Shape(size, size, is_decode=True), "sample")
+        graphs = [(size, tail) for size in self._decode_sizes[::-1] for tail in get_args(Tail)]
+        for index, (size, tail) in enumerate(graphs):
+            self.capture(Shape(size, size, is_decode=True), tail)
             if on_progress is not None:
-                on_progress(index + 1, len(sizes))
+                on_progress(index + 1, len(graphs))
 
     def replay(self, shape: Shape, tail: Tail) -> None:
         self._graphs[shape, tail].replay()

@@ -18,6 +18,7 @@ from tiny import greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.engine.device_batch import Shape
+from pico_vllm.kernels import paged_decode
 
 pytestmark = pytest.mark.gpu
 
@@ -118,6 +119,51 @@ def test_graph_and_overlap_change_nothing(subject: Subject, batch: int) -> None:
         with LLM(subject.folder, cuda_graph=cuda_graph, overlap=overlap, **settings) as llm:
             answers[cuda_graph, overlap] = _answers(llm, prompts, 256)
     assert answers["off", "off"] == answers["lazy", "off"] == answers["lazy", "on"]
+
+
+def test_bf16_parts_only_where_two_tokens_nearly_tie(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 a request in a larger bucket, with a chunked prompt or with its context in one split
+    first differs where the two best fp32 logits are nearer than twice the error of transformers in
+    bf16 over that text; in fp32 ids are the same. The mean log-probability of a text agrees within
+    1e-3."""
+    prompts = random_prompts([9, 33, 70, 130, 200, 260], seed=11)
+    (text,) = random_prompts([300], seed=12)
+    answers: dict[str, dict[str, list[list[int]]]] = {"bfloat16": {}, "float32": {}}
+    means: list[float] = []
+    for dtype, found in answers.items():
+        for name, budget in (("batch", 512), ("chunked", 40), ("one split", 512)):
+            if name == "one split":
+                monkeypatch.setattr(paged_decode, "num_splits", lambda *_, **__: 1)
+            settings = SETTINGS | {"dtype": dtype, "max_num_batched_tokens": budget}
+            with LLM(subject.folder, **settings) as llm:
+                if name == "batch":
+                    found["alone"] = [_answers(llm, [prompt], 100)[0] for prompt in prompts]
+                found[name] = _answers(llm, prompts, 100)
+                entries = llm.generate(text, greedy(1, prompt_logprobs=0))[0].prompt_logprobs
+                assert entries is not None
+                logprobs = [next(iter(each.values())).logprob for each in entries if each]
+                means.append(float(np.mean(logprobs)))
+            monkeypatch.undo()
+    assert all(found == answers["float32"]["alone"] for found in answers["float32"].values())
+    assert max(means[:3]) - min(means[:3]) < 1e-3 and max(means[3:]) - min(means[3:]) < 1e-5
+    alone = answers["bfloat16"].pop("alone")
+    for name, found in answers["bfloat16"].items():
+        for prompt, first, second in zip(prompts, alone, found[: len(prompts)], strict=True):
+            parts = [
+                i for i, pair in enumerate(zip(first, second, strict=True)) if len(set(pair)) > 1
+            ]
+            if not parts:
+                continue
+            prefix = prompt + first[: parts[0]]
+            exact, rounded = (
+                subject.logits(prefix, dtype)[:, : tiny.V_TOK]
+                for dtype in (torch.float32, torch.bfloat16)
+            )
+            error = (rounded - exact).abs().max()
+            best = exact[-1].topk(2).values
+            assert best[0] - best[1] < 2 * error, (name, len(prompt), parts[0])
 
 
 def test_padding_touches_only_the_null_block(subject: Subject) -> None:
