@@ -430,9 +430,10 @@ def decode_attention_case(sizes: Sizes, rows: int, context: int) -> KernelCase:
 
     def twin(index: int) -> Tensor:
         k_BGSD, v_BGSD, table = layer_and_table(index)
-        q_rot = rope_store_kv_reference(
+        rotated = rope_store_kv_reference(
             qkv_RND, rope.cos_PD, rope.sin_PD, positions, slots[table], k_BGSD, v_BGSD, **twin_norm
         )
+        q_rot = rotated[:, :num_heads]
         return paged_decode_reference(q_rot, k_BGSD, v_BGSD, tables[table], seq_lens, scale=scale)
 
     dense = [
@@ -474,10 +475,19 @@ def prefill_attention_case(sizes: Sizes) -> KernelCase:
     q_THD = sizes.random(num_tokens, num_heads, head_dim)
     scale = head_dim**-0.5
 
-    def run(attend: Callable[..., Tensor], index: int) -> Tensor:
+    def run(attend: Callable[..., Tensor], index: int, **others: Any) -> Tensor:
         k_BGSD, v_BGSD = pool[:, :, index, 0], pool[:, :, index, 1]
-        return attend(q_THD, k_BGSD, v_BGSD, table, row, starts, seq_lens, scale=scale)
+        return attend(q_THD, k_BGSD, v_BGSD, table, row, starts, seq_lens, scale=scale, **others)
 
+    # A fresh prompt's keys and values lie in one piece too.
+    blocks = table[0].long()
+    new_kv = [
+        tuple(
+            pool[blocks, :, index, which].transpose(1, 2).flatten(0, 1)[:num_tokens].contiguous()
+            for which in range(2)
+        )
+        for index in range(2)
+    ]
     q_1HTD = q_THD.transpose(0, 1).unsqueeze(0).contiguous()
     dense = [
         tuple(sizes.random(1, num_kv_heads, num_tokens, head_dim) for _ in range(2))
@@ -492,7 +502,7 @@ def prefill_attention_case(sizes: Sizes) -> KernelCase:
         # A token attends to those before it and itself.
         flop=2 * num_heads * head_dim * num_tokens * (num_tokens + 1),
         num_sets=2,
-        ours=lambda index: run(paged_prefill, index),
+        ours=lambda index: run(paged_prefill, index, new_kv_TGD=new_kv[index]),
         twin=lambda index: run(paged_prefill_pool_reference, index),
         has_capturable_twin=False,
         torch_name="SDPA",
@@ -549,8 +559,9 @@ def rope_store_kv_case(sizes: Sizes) -> KernelCase:
     """torch has no operation that stores into blocks."""
     model, device, num_tokens = sizes.model, sizes.device, sizes.prefill_tokens
     num_all = model.num_heads + 2 * model.num_kv_heads
-    # All heads are read, and as many written: queries, keys and values.
-    num_bytes = 2 * num_tokens * num_all * model.head_dim * sizes.dtype.itemsize
+    # All heads are read, and as many written, keys twice.
+    num_moved = 2 * num_all + model.num_kv_heads
+    num_bytes = num_tokens * num_moved * model.head_dim * sizes.dtype.itemsize
     num_sets = sizes.num_sets(num_bytes)
     num_blocks = -(-num_tokens // sizes.block_size)
     pool = _pool(sizes, num_blocks + 1, num_sets)
