@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 
 from pico_vllm.engine.device_batch import Shape
@@ -69,13 +70,13 @@ class CudaGraphs:
 
     def shape_of(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that holds a plan; None where it runs as it is."""
-        num_requests, num_tokens = len(plan.rows), plan.num_tokens
+        num_requests = len(plan.rows)
         if plan.num_decodes == num_requests:
             size = _at_least(self._decode_sizes, num_requests)
             if size is None:
                 return None
             return Shape(size, size, is_decode=True, is_long=is_long(plan))
-        tokens = _at_least(self._token_sizes, num_tokens)
+        tokens = _at_least(self._token_sizes, plan.num_tokens)
         requests = _at_least(self._request_sizes, num_requests)
         if tokens is None or requests is None:
             return None
@@ -116,7 +117,7 @@ class CudaGraphs:
 
 def is_long(plan: StepPlan) -> bool:
     """Whether a decoding request has a context that is worth more splits."""
-    return bool(plan.context_lens[: plan.num_decodes].max() >= LONG_CONTEXT)
+    return np.count_nonzero(plan.context_lens[: plan.num_decodes] >= LONG_CONTEXT) > 0
 
 
 def _at_least(sizes: list[int], wanted: int) -> int | None:

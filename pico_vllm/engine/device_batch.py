@@ -188,11 +188,13 @@ class DeviceBatchBuilder:
             at = stop
         fields.rows[:num_requests] = plan.rows
         np.add(plan.context_lens, plan.query_lens, out=fields.seq_lens[:num_requests])
-        ends = fields.query_start_loc
-        ends[0] = 0
-        np.cumsum(plan.query_lens, out=ends[1 : num_requests + 1])
-        np.subtract(ends[1 : num_requests + 1], 1, out=fields.sample_at[:num_requests])
-        self._pad(fields, at, num_requests)
+        if at > n:  # with decoding rows alone nobody asks where a request's tokens begin
+            ends = fields.query_start_loc
+            ends[0] = 0
+            np.cumsum(plan.query_lens, out=ends[1 : num_requests + 1])
+            np.subtract(ends[1 : num_requests + 1], 1, out=fields.sample_at[:num_requests])
+        if at < len(fields.token_ids) or num_requests < len(fields.rows):
+            self._pad(fields, at, num_requests)
 
     def _pad(self, fields: _HostFields, num_tokens: int, num_requests: int) -> None:
         fields.token_ids[num_tokens:] = 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pico_vllm.cache.triton_kv import TritonKV
@@ -41,6 +42,8 @@ class _Copies:
 
     ids: Tensor
     host_ids: Tensor
+    read_ids: NDArray[np.int64]
+    """Those of host_ids."""
     words: Tensor
     host_words: Tensor
 
@@ -78,7 +81,7 @@ class PendingStep:
     def __init__(
         self,
         plan: StepPlan,
-        host_ids: Tensor,
+        host_ids: NDArray[np.int64],
         logprobs: _LogprobWords | None,
         event: torch.cuda.Event | None,
         prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]],
@@ -92,7 +95,7 @@ class PendingStep:
     def result(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        ids = self._host_ids.numpy()[: len(self._plan.rows)]
+        ids = self._host_ids[: len(self._plan.rows)]
         token_ids = np.where(self._plan.is_sampled, ids, NO_TOKEN)
         logprobs = {} if self._logprobs is None else self._logprobs.read(token_ids.tolist())
         return StepResult(
@@ -147,20 +150,24 @@ class TritonRunner:
                 max_num_batched_tokens=max_num_batched_tokens,
             )
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingResult:
         for new in plan.new_rows:
             self._sampling.enter(new)
             self._prompt_logprobs.start(new)
         wants_prompt = self._prompt_logprobs.are_wanted(plan)
         sampled_rows = plan.rows[plan.is_sampled]
-        tail: Tail = "full" if self._sampling.needs_full_W[sampled_rows].any() else "sample"
+        needs_full = np.count_nonzero(self._sampling.needs_full_W[sampled_rows]) > 0
+        tail: Tail = "full" if needs_full else "sample"
         shape = None if wants_prompt else self._graph_for(plan, tail)
         if shape is not None:
             assert self.graphs is not None
             batch = self._batch_builder.stage(plan, shape)
             self.graphs.replay(shape, tail)
             return self._send(plan, batch, tail, {})
+        return self._launch_eagerly(plan, tail, wants_prompt=wants_prompt)
+
+    @torch.inference_mode()
+    def _launch_eagerly(self, plan: StepPlan, tail: Tail, *, wants_prompt: bool) -> PendingResult:
         batch = self._batch_builder.stage(plan, _exact_shape(plan))
         hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
         prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE) if wants_prompt else {}
@@ -277,14 +284,16 @@ class TritonRunner:
         if self._events is not None:
             event = self._events[self._turn]
             event.record()
-        return PendingStep(plan, copies.host_ids, logprobs, event, prompt_logprobs)
+        return PendingStep(plan, copies.read_ids, logprobs, event, prompt_logprobs)
 
     def _copies_of(self, turn: int, R: int) -> _Copies:
         copies = self._views.get((turn, R))
         if copies is None:
+            host_ids = self._host_ids[turn, :R]
             copies = self._views[turn, R] = _Copies(
                 self._ids[:R],
-                self._host_ids[turn, :R],
+                host_ids,
+                host_ids.numpy(),
                 self._logprob_words[:R],
                 self._host_words[turn, :R],
             )

@@ -86,11 +86,15 @@ class Scheduler:
         # One whose last token is under way has nothing left to compute.
         is_live = num_outputs < state.max_tokens[rows]
         is_decoding = num_outputs > 0
-        if not (is_live.all() and is_decoding.all()):
-            rows = np.concatenate((rows[is_live & is_decoding], rows[is_live & ~is_decoding]))
+        is_both = is_live & is_decoding
+        num_decoding = np.count_nonzero(is_both)
+        if num_decoding < len(rows):
+            rows = np.concatenate((rows[is_both], rows[is_live & ~is_decoding]))
         context_lens = state.num_scheduled[rows]
         query_lens = state.num_tokens(rows) - context_lens
-        if self._keeps_kv and query_lens.sum() > self._budget_tokens:
+        # There is always room for a token of each.
+        has_prompts = self._keeps_kv and num_decoding < len(rows)
+        if has_prompts and query_lens.sum() > self._budget_tokens:
             # Each takes what those before it leave of the budget.
             ends = np.minimum(np.cumsum(query_lens, dtype=np.int32), self._budget_tokens)
             query_lens = np.diff(ends, prepend=np.int32(0))
@@ -191,7 +195,7 @@ class Scheduler:
         state.num_outputs[rows] = num_outputs + is_sampled
         new_rows: list[NewRow] = []
         new_blocks: tuple[NewBlocks, ...] = ()
-        if (ends > num_blocks * self._block_size).any():
+        if np.count_nonzero(ends > num_blocks * self._block_size):
             is_new = num_blocks == 0
             new_rows = [_new_row(state.requests[row]) for row in rows[is_new].tolist()]
             new_blocks = self._extend_tables(rows, ends)
