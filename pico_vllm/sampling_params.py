@@ -69,6 +69,8 @@ class SamplingParams:
     """Leave EOS, role marks and the like out of the text; token_ids keep them."""
     detokenize: bool = True
     """False gives ids only and empty text."""
+    priority: int = 0
+    """Lower leaves the waiting line sooner, under scheduling_policy priority; in [-1000, 1000]."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
     """`stop` as a tuple."""
 
@@ -92,6 +94,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, INT64_MIN, INT64_MAX)
         _check_int("n", self.n, 1, 128)
+        _check_int("priority", self.priority, -1000, 1000)
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)

@@ -47,6 +47,7 @@ _REWORDED = {
 _NO_OPTION = {
     "logit_bias",  # a mapping
     "prompt_logprobs",  # shown by no command
+    "priority",  # a command has one request
     "detokenize",  # every command shows text,
     "skip_special_tokens",  # and text for people
 }

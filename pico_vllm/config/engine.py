@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kernels": ("auto", "triton", "attention", "plain"),
     "cuda_graph": ("lazy", "eager-start", "off"),
     "overlap": ("auto", "on", "off"),
+    "scheduling_policy": ("fcfs", "priority", "shortest-prompt"),
 }
 WITH_TRITON = ("triton", "attention")
 """Of kernels: those whose attention, and with it the batch and its runner, is Triton's."""
@@ -74,6 +75,13 @@ class EngineConfig:
     overlap: str = "auto"
     """on launches a step before the ids of the one before it are read; auto is on with
     triton and attention."""
+    scheduling_policy: str = "fcfs"
+    """Who leaves the waiting line first: fcfs the first to come, priority the lowest priority,
+    shortest-prompt the shortest prompt; with the last two a request counts for more the longer it
+    waits."""
+    long_prefill_token_threshold: int | None = None
+    """Most tokens of one prompt computed in one step, which leaves the rest of
+    max_num_batched_tokens to other prompts; None sets no limit of its own."""
     num_threads: int | None = None
     """CPU threads, of all engines in this process; None takes the cores it may use."""
 
@@ -111,6 +119,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1, 1 << 20),
             ("max_model_len", 2, 1 << 31),  # one token of prompt and one of answer
             ("num_kv_blocks", 1, 1 << 31),
+            ("long_prefill_token_threshold", 1, 1 << 31),
             ("num_threads", 1, 1024),
         ):
             if getattr(self, name) is not None:

@@ -51,6 +51,8 @@ class LLM:
         kernels: str = "auto",
         cuda_graph: str = "lazy",
         overlap: str = "auto",
+        scheduling_policy: str = "fcfs",
+        long_prefill_token_threshold: int | None = None,
         num_threads: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -78,6 +80,8 @@ class LLM:
             kernels=kernels,
             cuda_graph=cuda_graph,
             overlap=overlap,
+            scheduling_policy=scheduling_policy,
+            long_prefill_token_threshold=long_prefill_token_threshold,
             num_threads=num_threads,
         )
         loaded = load_model(config, on_progress=on_progress)

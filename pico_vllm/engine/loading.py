@@ -395,6 +395,8 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         keeps_kv=config.kv != "none",
+        policy=config.scheduling_policy,
+        max_prompt_tokens=config.long_prefill_token_threshold,
     )
     if config.uses_triton:
         on_device = triton_loading.build_runner(

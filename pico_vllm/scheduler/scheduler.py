@@ -1,15 +1,15 @@
 """Scheduler: which requests compute how many tokens in the next step. Host only, knows no tensor
 and no string.
 
-`schedule` makes a StepPlan: decode rows first, then prompt chunks in order of arrival, under a
-token budget; then new requests, as long as a row and their blocks are free. `commit` is the only
-place where a request grows or ends. A second step may be planned before the first one is
-committed: what launched steps will add is counted apart, and an end that is found late costs one
-token that nobody sees.
+`schedule` makes a StepPlan: decode rows first, then prompt chunks in order of admission, under a
+token budget; then new requests in the order of a policy, as long as a row and their blocks are
+free. `commit` is the only place where a request grows or ends. A second step may be planned before
+the first one is committed: what launched steps will add is counted already, and an end that is
+found late costs one token that nobody sees.
 
 Admission reserves the blocks of prompt + max_tokens, so a running request always finds its next
-block; blocks are taken from the pool only when they are first written. First come, first served:
-nobody overtakes the head of the line.
+block; blocks are taken from the pool only when they are first written. Nobody overtakes the head of
+the line, so none waits for ever.
 
 Invariant (`check_invariants`): every running request holds exactly ceil(tokens with KV /
 block_size) blocks, each block is held once, rows are unique, and the sum of reservations fits the
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
+from pico_vllm.scheduler.policy import POLICIES
 from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.rows import Rows
 from pico_vllm.step import BAD_LOGITS, NO_TOKEN, NewBlocks, NewRow, StepPlan, StepResult
@@ -40,14 +41,17 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         keeps_kv: bool = True,
+        policy: str = "fcfs",
+        max_prompt_tokens: int | None = None,
     ) -> None:
-        """keeps_kv False computes every sequence from its first token in each step (`--kv
-        none`)."""
+        """keeps_kv False computes every sequence from its first token in each step (`--kv none`).
+        max_prompt_tokens: of one prompt in one step; None leaves only the budget."""
         self._blocks = blocks
         self._block_size = block_size
         self._budget_tokens = max_num_batched_tokens
         self._keeps_kv = keeps_kv
-        self._waiting = WaitingQueue()
+        self._max_prompt_tokens = max_prompt_tokens or max_num_batched_tokens
+        self._waiting = WaitingQueue(POLICIES[policy])
         self._running: dict[str, Request] = {}
         self._rows = Rows(max_num_seqs)
         self._num_reserved_blocks = 0
@@ -94,6 +98,9 @@ class Scheduler:
         query_lens = state.num_tokens(rows) - context_lens
         # There is always room for a token of each.
         has_prompts = self._keeps_kv and num_decoding < len(rows)
+        if has_prompts:
+            of_prompts = query_lens[num_decoding:]
+            np.minimum(of_prompts, self._max_prompt_tokens, out=of_prompts)
         if has_prompts and query_lens.sum() > self._budget_tokens:
             # Each takes what those before it leave of the budget.
             ends = np.minimum(np.cumsum(query_lens, dtype=np.int32), self._budget_tokens)

@@ -81,11 +81,12 @@ def make_request(
     *,
     stop: Sequence[int] = (),
     min_tokens: int = 0,
+    priority: int = 0,
 ) -> Request:
     return Request(
         request_id=f"r{number}",
         prompt_token_ids=tuple(prompt),
-        params=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
+        params=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, priority=priority),
         max_tokens=max_tokens,
         stop_token_ids=frozenset(stop),
         seed=0,

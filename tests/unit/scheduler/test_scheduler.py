@@ -30,6 +30,8 @@ class World:
         max_num_seqs: int = 4,
         budget: int = 64,
         keeps_kv: bool = True,
+        policy: str = "fcfs",
+        max_prompt_tokens: int | None = None,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_num_seqs, self.budget, self.keeps_kv = max_num_seqs, budget, keeps_kv
@@ -40,7 +42,10 @@ class World:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             keeps_kv=keeps_kv,
+            policy=policy,
+            max_prompt_tokens=max_prompt_tokens,
         )
+        self.policy = policy
         self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, keeps_kv=keeps_kv)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
@@ -120,7 +125,7 @@ class World:
             )
             assert set(plan.query_lens[: plan.num_decodes].tolist()) <= {1}
             prefills = [int(r.request_id[1:]) for r in requests[plan.num_decodes :]]
-            assert prefills == sorted(prefills)
+            assert self.policy != "fcfs" or prefills == sorted(prefills)
             # No decode row waits.
             running = self.scheduler._running.values()
             decoding = [r.request_id for r in running if r.status is RequestStatus.DECODING]

@@ -1,0 +1,45 @@
+"""Policies: who comes next in the waiting line. Host only.
+
+A policy gives each request a place when it arrives, a number; the lowest comes first. The place
+never changes, so waiting is bounded: every policy's places grow with the number of arrivals, and a
+request can only be overtaken by those that arrive while theirs is still lower.
+
+To add one: a function here, and its line in POLICIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pico_vllm.request import Request
+
+Policy = Callable[[Request, int], int]
+"""(request, how many arrived before it) -> its place."""
+ARRIVALS_PER_LEVEL = 256
+"""What a level of priority is worth: it overtakes as many earlier arrivals of the level below."""
+TOKENS_PER_ARRIVAL = 64
+"""By how much a waiting prompt counts as shorter with each arrival after it."""
+
+
+def fcfs(request: Request, num_before: int) -> int:
+    """First come, first served."""
+    return num_before
+
+
+def priority(request: Request, num_before: int) -> int:
+    """The lowest `priority` first, in order of arrival among equals; but a request is overtaken by
+    no more than ARRIVALS_PER_LEVEL later ones for each level between them."""
+    return request.params.priority * ARRIVALS_PER_LEVEL + num_before
+
+
+def shortest_prompt(request: Request, num_before: int) -> int:
+    """The shortest prompt first; while it waits it grows shorter by TOKENS_PER_ARRIVAL with each
+    request that comes after it."""
+    return request.num_prompt_tokens + TOKENS_PER_ARRIVAL * num_before
+
+
+POLICIES: dict[str, Policy] = {
+    "fcfs": fcfs,
+    "priority": priority,
+    "shortest-prompt": shortest_prompt,
+}

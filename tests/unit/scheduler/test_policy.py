@@ -1,0 +1,116 @@
+"""Policies of the waiting line: their order, and how long anyone can be made to wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_runner import make_request
+from test_scheduler import World
+
+from pico_vllm.config.engine import EngineConfig
+from pico_vllm.errors import ConfigError
+from pico_vllm.scheduler.policy import (
+    ARRIVALS_PER_LEVEL,
+    POLICIES,
+    TOKENS_PER_ARRIVAL,
+    priority,
+    shortest_prompt,
+)
+from pico_vllm.scheduler.queues import WaitingQueue
+
+
+def line(policy: str, requests: list[dict[str, Any]]) -> list[str]:
+    """The ids in the order in which they leave."""
+    queue = WaitingQueue(POLICIES[policy])
+    for number, each in enumerate(requests):
+        prompt = [0] * each.get("prompt_len", 1)
+        queue.push(make_request(number, prompt, 4, priority=each.get("priority", 0)))
+    return [queue.pop().request_id for _ in requests]
+
+
+def test_order_of_each_policy() -> None:
+    """fcfs goes by arrival, priority by priority and then arrival, shortest-prompt by length and
+    then arrival."""
+    requests = [
+        {"prompt_len": 900, "priority": 2},
+        {"prompt_len": 300, "priority": -1},
+        {"prompt_len": 5, "priority": 2},
+        {"prompt_len": 300, "priority": -1},
+    ]
+    assert line("fcfs", requests) == ["r0", "r1", "r2", "r3"]
+    assert line("priority", requests) == ["r1", "r3", "r0", "r2"]
+    assert line("shortest-prompt", requests) == ["r2", "r1", "r3", "r0"]
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_the_oldest_finishes_whatever_arrives(policy: str) -> None:
+    """One request of the lowest rank, with a single row to run on, and an endless stream of others
+    that the policy likes better: it ends before more of them than the policy allows have."""
+    world = World(num_blocks=80, max_num_seqs=1, budget=2000, policy=policy)
+    world.add(4, 2)
+    oldest = world.add(1200, 2, priority=1)
+    bound = {
+        "fcfs": 0,
+        "priority": ARRIVALS_PER_LEVEL,
+        "shortest-prompt": 1200 // TOKENS_PER_ARRIVAL,
+    }
+    num_ended = 0
+    while oldest.request_id not in world.ended:
+        world.add(1, 1)
+        world.step()
+        num_ended = len(world.ended)
+        assert num_ended < 2 + bound[policy] + 2
+    assert num_ended >= min(bound[policy], 1)
+    world.run()
+    world.check_done()
+
+
+def test_places_never_change_and_grow_with_arrivals() -> None:
+    """What bounds the waiting: for any request there is a number of arrivals after which even the
+    best one comes later."""
+    worst = make_request(0, [0] * 5000, 1, priority=1000)
+    best = make_request(1, [0], 1, priority=-1000)
+    assert priority(worst, 0) < priority(best, 2000 * ARRIVALS_PER_LEVEL + 1)
+    assert shortest_prompt(worst, 0) < shortest_prompt(best, 5000 // TOKENS_PER_ARRIVAL + 1)
+
+
+def test_removal_leaves_nothing_behind() -> None:
+    """Requests removed from behind one that waits do not pile up, and the order of the others
+    stays."""
+    queue = WaitingQueue()
+    for number in range(500):
+        queue.push(make_request(number, [0], 1))
+        if number not in (0, 7, 300):
+            assert queue.remove(f"r{number}") is not None
+    assert queue.remove("r5") is None
+    assert len(queue) == 3 and len(queue._line) < 30
+    assert [queue.pop().request_id for _ in range(3)] == ["r0", "r7", "r300"]
+
+
+def test_config_names_what_there_is() -> None:
+    """scheduling_policy takes the registered names, and refuses others by naming them."""
+    for name in POLICIES:
+        EngineConfig(model="m", scheduling_policy=name)
+    with pytest.raises(ConfigError, match="fcfs, priority, shortest-prompt, not 'fair'"):
+        EngineConfig(model="m", scheduling_policy="fair")
+    with pytest.raises(ConfigError, match="long_prefill_token_threshold"):
+        EngineConfig(model="m", long_prefill_token_threshold=0)
+
+
+def test_long_prompts_leave_room_for_others() -> None:
+    """With a threshold of 20 tokens a prompt of 100 takes five steps, and the two after it start in
+    the first one."""
+    world = World(num_blocks=20, budget=64, max_prompt_tokens=20)
+    world.add(100, 3)
+    world.add(15, 3)
+    world.add(30, 3)
+    plan = world.plan()
+    assert plan is not None and plan.query_lens.tolist() == [20, 15, 20]
+    world.take(world.scheduler.commit(plan, world.runner.run(plan)))
+    plan = world.plan()
+    assert plan is not None
+    assert plan.request_ids == ("r1", "r0", "r2") and plan.query_lens.tolist() == [1, 20, 10]
+    world.take(world.scheduler.commit(plan, world.runner.run(plan)))
+    world.run()
+    world.check_done()
