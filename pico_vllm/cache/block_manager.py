@@ -46,6 +46,7 @@ class _FreeIds:
         assert count <= self._count, (count, self._count)
         parts, missing, at = [np.zeros(0, np.int64)], count, self._lowest
         while missing > 0:
+            assert at < len(self._is_free), "fewer ids are free than were counted"
             width = max(self._WINDOW, 2 * missing)
             found = np.flatnonzero(self._is_free[at : at + width])[:missing] + at
             parts.append(found)
@@ -157,7 +158,6 @@ class BlockManager:
         )
         blocks = self._live(block_ids)
         assert (self._is_on_device[blocks] != to_device).all(), f"already there: {block_ids}"
-        assert len(set(block_ids)) == len(block_ids), f"a block named twice: {block_ids}"
         if len(blocks) > len(target):
             return None
         sources, targets = self._physical_ids[blocks], target.pop(len(blocks))
@@ -167,6 +167,7 @@ class BlockManager:
         return [BlockCopy(*pair) for pair in zip(sources.tolist(), targets.tolist(), strict=True)]
 
     def _live(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
+        assert len(set(block_ids)) == len(block_ids), f"a block named twice: {block_ids}"
         blocks = np.array(block_ids, np.int64)
         if (self._ref_counts[blocks] <= 0).any():
             raise KeyError(f"of the blocks {block_ids} some are nobody's")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -224,6 +225,7 @@ class Engine:
         except Exception:
             events = self._scheduler.fail(plan)
             logger.exception("step_failed num_requests=%d", len(events.request_ids))
+            self._wait_for_step_in_flight()
             return events
         except BaseException:
             self._undelivered = self._scheduler.fail(plan)
@@ -234,6 +236,13 @@ class Engine:
                 events.finish_reasons.count(FinishReason.ERROR),
             )
         return events
+
+    def _wait_for_step_in_flight(self) -> None:
+        """Launches that failed have taken their turns of pinned memory too: the step before them
+        must have left it."""
+        if self._in_flight is not None:
+            with suppress(Exception):  # told when its turn comes
+                self._in_flight[1].result()
 
     def close(self) -> None:
         """Stop: what is under way ends, and nobody is told. The engine is not used again."""

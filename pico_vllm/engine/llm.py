@@ -270,9 +270,11 @@ class LLM:
             self._add(group, request)
             yield None
             while True:
+                # Read before the deltas: another thread's step may end the answer after them.
+                is_finished = group.output.finished
                 while group.deltas:
                     yield group.deltas.popleft()
-                if group.output.finished:
+                if is_finished:
                     return
                 self._step()
         finally:

@@ -93,11 +93,12 @@ class _Answer:
             entries = (_by_token(logprobs, self._tokenizer),)
             output.logprobs.extend(entries)
             output.cumulative_logprob += logprobs.logprobs[0]
+        self._give(text, token_ids, entries, reason)
         if reason is not None:
             self.end(reason)
-        self._give(text, token_ids, entries)
 
     def end(self, reason: FinishReason) -> None:
+        """The last delta is there already: another thread may leave its loop once it sees this."""
         self.output.finish_reason = reason.value
         self._detokenizer = None
         self.group.answer_ended()
@@ -110,11 +111,15 @@ class _Answer:
 
     def fail(self) -> None:
         """End it with what it has: our fault."""
+        self._give("", (), (), FinishReason.ERROR)
         self.end(FinishReason.ERROR)
-        self._give("", (), ())
 
     def _give(
-        self, text: str, token_ids: tuple[int, ...], logprobs: tuple[dict[int, Logprob], ...]
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[dict[int, Logprob], ...],
+        reason: FinishReason | None,
     ) -> None:
         if self.group.deltas is not None:
             self.group.deltas.append(
@@ -122,7 +127,7 @@ class _Answer:
                     index=self.output.index,
                     text=text,
                     token_ids=token_ids,
-                    finish_reason=self.output.finish_reason,
+                    finish_reason=None if reason is None else reason.value,
                     stop_reason=self.output.stop_reason,
                     logprobs=logprobs,
                 )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -45,16 +46,24 @@ def let_next_start(USE_PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
 @contextmanager
 def compiled_in_parallel(device: torch.device) -> Iterator[None]:
-    """Within, launches compile their kernels on threads and run nothing; after, all are ready.
+    """Within, launches of this thread compile their kernels on threads and run nothing; after, all
+    are ready.
 
     What reads a kernel's output meanwhile reads memory that nobody wrote. Kernels one after the
     other, each at its first launch, took most of a start without a compile cache.
     """
     kernels = []
+    thread = threading.get_ident()
 
-    def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
+    def compile_only(kernel: Any, grid: Any) -> Any:
+        if threading.get_ident() != thread:
+            return launch(kernel, grid)
+
         def submit(*arguments: Any, **options: Any) -> None:
             kernels.append(kernel.warmup(*arguments, grid=grid, **options))
 
@@ -65,7 +74,8 @@ def compiled_in_parallel(device: torch.device) -> Iterator[None]:
             # Triton compiles the C code of a launch when it is first asked for.
             _ = (kernel.result() if hasattr(kernel, "result") else kernel).run
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with _ONE_AT_A_TIME, ThreadPoolExecutor(os.cpu_count()) as threads:
+        launch = triton.JITFunction.__getitem__
         with triton.AsyncCompileMode(threads):
             triton.JITFunction.__getitem__ = compile_only  # in place of what it inherits
             try:

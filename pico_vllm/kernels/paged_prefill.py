@@ -146,8 +146,12 @@ def _weigh(scores, total, highest, scale_log2):
     return weights, shrink, total * shrink + tl.sum(weights, 1), new_highest
 
 
-# Specialised on neither count: graphs of all sizes share one compiled kernel.
-@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+# Specialised on neither count, nor on where a mixed step's rows lie behind those that decode: steps
+# of all sizes share one compiled kernel.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests"],
+    do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"],
+)
 def _paged_prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_new, v_new,
     table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, out_ptr,

@@ -49,7 +49,8 @@ def rope_store_kv_reference(
     return torch.cat(rotated, 1)
 
 
-@triton.jit
+# Behind the decoding rows of a mixed step these lie anywhere.
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def _rope_store_kv_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slot_mapping_ptr, k_ptr, v_ptr, out_ptr,
     q_norm_ptr, k_norm_ptr, eps,

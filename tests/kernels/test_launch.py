@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import triton
@@ -32,3 +34,16 @@ def test_compiled_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert x.item() == 3 and not compiled
     _add_kernel[(1,)](x, AMOUNT=5)
     assert x.item() == 8 and len(compiled) == 1
+
+
+@pytest.mark.gpu
+def test_other_threads_go_on_launching() -> None:
+    """While one thread compiles ahead, another one's launches run."""
+    x = torch.zeros(1, device="cuda")
+    with compiled_in_parallel(x.device):
+        other = threading.Thread(target=lambda: _add_kernel[(1,)](x, AMOUNT=7))
+        other.start()
+        other.join()
+        _add_kernel[(1,)](x, AMOUNT=9)
+        torch.cuda.synchronize()
+        assert x.item() == 7

@@ -8,6 +8,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -294,6 +295,44 @@ def test_streams_and_generate_side_by_side(llm: LLM, tiny_model: TinyModel) -> N
     assert found == wanted[:3]
     for stream in streams:
         assert next(stream, None) is None
+
+
+def test_a_stream_that_another_threads_step_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a stream's look at its deltas and its look at whether it has ended another thread may
+    step to the end: all deltas are given, the last one with the reason; and an answer's last delta
+    is there before the answer shows as ended."""
+
+    class Deltas(deque[Any]):
+        is_armed = False
+
+        def __bool__(self) -> bool:
+            has_any = len(self) > 0
+            if not has_any and Deltas.is_armed:
+                Deltas.is_armed = False
+                other = threading.Thread(target=step_to_the_end)
+                other.start()
+                other.join()
+            return has_any
+
+    def step_to_the_end() -> None:
+        while llm.engine.has_work():
+            llm._step()
+
+    def checked_end(answer: Any, reason: Any) -> None:
+        assert answer.group.deltas is None or answer.group.deltas[-1].finish_reason == reason.value
+        end(answer, reason)
+
+    end = output_processor._Answer.end
+    monkeypatch.setattr(output_processor._Answer, "end", checked_end)
+    monkeypatch.setattr(output_processor, "deque", Deltas)
+    stream = llm.stream([1, 2, 3], greedy(6))
+    deltas = [next(stream)]
+    Deltas.is_armed = True
+    deltas += stream
+    assert not Deltas.is_armed
+    wanted = llm.generate([1, 2, 3], greedy(6))[0].outputs[0]
+    assert [i for delta in deltas for i in delta.token_ids] == wanted.token_ids
+    assert [delta.finish_reason for delta in deltas] == [None] * 5 + ["length"]
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 5])

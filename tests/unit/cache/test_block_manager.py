@@ -191,8 +191,10 @@ def test_misuse_is_caught() -> None:
     for misuse in (manager.device_ids, manager.swap_out):
         with pytest.raises(AssertionError):
             misuse([block])
-    with pytest.raises(AssertionError):
-        manager.swap_in([block, block])
+    for misuse in (manager.swap_in, manager.free, manager.share):
+        with pytest.raises(AssertionError, match="named twice"):
+            misuse([block, block])
+    manager.check_invariants()
 
 
 # The bytes.
