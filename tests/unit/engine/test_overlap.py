@@ -12,6 +12,7 @@ from tiny import assert_idle, greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.errors import ConfigError
+from pico_vllm.step import StepResult
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_abort_in_flight(engines: tuple[LLM, LLM]) -> None:
 
 def test_a_failed_step_ends_its_requests_alone(engines: tuple[LLM, LLM]) -> None:
     """When a launch raises, its requests end with an error, and the step under way before it does
-    no harm; the next request is served."""
+    no harm and is waited for; the next request is served."""
     engine = engines[1].engine
     launch = engine._runner.launch
     (prompt,) = random_prompts([6])
@@ -149,12 +150,22 @@ def test_a_failed_step_ends_its_requests_alone(engines: tuple[LLM, LLM]) -> None
     def broken(plan: Any) -> Any:
         raise RuntimeError("planted")
 
+    assert engine._in_flight is not None
+    plan, pending = engine._in_flight
+    waited = []
+
+    class Watched:
+        def result(self) -> StepResult:
+            waited.append(True)
+            return pending.result()
+
+    engine._in_flight = (plan, Watched())
     engine._runner.launch = broken  # type: ignore[method-assign]
     try:
         events = engine.step()
     finally:
         engine._runner.launch = launch  # type: ignore[method-assign]
-    assert events.request_ids == (request_id,)
+    assert events.request_ids == (request_id,) and waited
     while engine.has_work():
         assert engine.step().request_ids == ()
     answer = engines[0].generate(prompt, greedy(5))[0].outputs[0].token_ids
