@@ -13,6 +13,7 @@ than MAX_SPLITS_IN_PLACE, for few requests with long contexts, a second kernel d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -105,7 +106,7 @@ def _paged_decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     GROUP_POW2: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, UNROLL: tl.constexpr,
-    MOST_IN_PLACE: tl.constexpr,
+    MOST_IN_PLACE: tl.constexpr, NUM_STAGES: tl.constexpr,
     IS_FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +139,8 @@ def _paged_decode_kernel(
     if not IS_FUSED:
         # The kernel just before may have stored what is attended here.
         wait_for_inputs(USE_PDL)
-    k, v = _kv_tile(k_ptr, v_ptr, table_ptr, start + n, end, block_stride, d, D, D_PAD, S)
+    if NUM_STAGES == 1:
+        k, v = _kv_tile(k_ptr, v_ptr, table_ptr, start + n, end, block_stride, d, D, D_PAD, S)
     out_ptrs = out_ptr + ((r * NUM_KV_HEADS + g) * GROUP + heads[:, None]) * D + d[None, :]
     if IS_FUSED:
         position = tl.maximum(seq_len - 1, 0).to(tl.int64)
@@ -176,11 +178,14 @@ def _paged_decode_kernel(
     else:
         q_rot = tl.load(q_ptrs + d[None, :], mask=hd_mask, other=0.0)
 
-    # Registers hold the tile in use and the next one, under way.
-    for at in tl.range(start, end, BLOCK_N, num_stages=1):
-        next_k, next_v = _kv_tile(
-            k_ptr, v_ptr, table_ptr, at + BLOCK_N + n, end, block_stride, d, D, D_PAD, S
-        )
+    for at in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
+        if NUM_STAGES == 1:
+            # Registers hold the tile in use and the next one, under way.
+            next_k, next_v = _kv_tile(
+                k_ptr, v_ptr, table_ptr, at + BLOCK_N + n, end, block_stride, d, D, D_PAD, S
+            )
+        else:
+            k, v = _kv_tile(k_ptr, v_ptr, table_ptr, at + n, end, block_stride, d, D, D_PAD, S)
         scores = tl.dot(q_rot, tl.trans(k), input_precision=PRECISION) * scale_log2
         scores = tl.where((at + n < end)[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
@@ -189,7 +194,8 @@ def _paged_decode_kernel(
         total = total * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         highest = new_highest
-        k, v = next_k, next_v
+        if NUM_STAGES == 1:
+            k, v = next_k, next_v
 
     if (num_used > 1) | (NUM_SPLITS > MOST_IN_PLACE):
         stats_ptr += pair * NUM_SPLITS * GROUP * 2
@@ -319,19 +325,53 @@ class DecodeScratch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the work is cut. The bits depend on the tile and the number of splits."""
+
+    block_n: int
+    """Positions of a tile."""
+    num_splits: int
+    num_warps: int
+    num_stages: int = 1
+    """1: the next tile is under way to registers; more: to shared memory, which takes longer for
+    one program and leaves room for five on a multiprocessor."""
+    max_registers: int | None = None
+
+
+def decode_config(
+    num_requests: int, num_kv_heads: int, row_bytes: int, *, is_long: bool
+) -> DecodeConfig:
+    """The fastest on an H200 for so many requests; row_bytes: of one head's key.
+
+    Eight warps end one tile sooner (4.4 us, four 5.8, at one request), four get more of many tiles
+    done (16 x 8K: 39 us, eight 45). Where programs are many, what counts is how many of them a
+    multiprocessor holds: 256 contexts of 622 tokens take 47 us so, 94 with eight warps each.
+    """
+    block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    splits = num_splits(num_requests, num_kv_heads, is_long=is_long)
+    if _are_many(num_requests * num_kv_heads, is_long=is_long):
+        return DecodeConfig(block_n, splits, num_warps=4, num_stages=3)
+    if is_long:
+        return DecodeConfig(block_n, splits, num_warps=4)
+    # Two on a multiprocessor: 128 contexts of 190 tokens 18.6 to 11.6 us.
+    return DecodeConfig(
+        block_n, splits, num_warps=8, max_registers=128 if row_bytes <= 256 else None
+    )
+
+
 def num_splits(num_requests: int, num_kv_heads: int, *, is_long: bool) -> int:
-    """Enough programs for two on each of some 132 multiprocessors; is_long: there may be contexts
-    of LONG_CONTEXT or more."""
-    wanted = 264 // (num_requests * num_kv_heads)
+    """Enough programs for two on each of some 132 multiprocessors, four of the small ones;
+    is_long: there may be contexts of LONG_CONTEXT or more."""
+    num_pairs = num_requests * num_kv_heads
+    wanted = (528 if _are_many(num_pairs, is_long=is_long) else 264) // num_pairs
     most = MAX_SPLITS if is_long else MAX_SPLITS_IN_PLACE
     return max(1, min(most, 1 << (wanted.bit_length() - 1) if wanted else 1))
 
 
-def tile_options(row_bytes: int, is_long: bool) -> dict[str, int]:
-    """Tile and warps by the bytes of one head's key. Eight warps end one tile sooner (4.4 us, four
-    5.8, at one request), four get more of many tiles done (16 x 8K: 39 us, eight 45)."""
-    block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    return {"BLOCK_N": block_n, "UNROLL": 8, "num_warps": 4 if is_long else 8}
+def _are_many(num_pairs: int, *, is_long: bool) -> bool:
+    """Whether small programs pay, for so many pairs of a request and a KV head."""
+    return num_pairs > (64 if is_long else 264)
 
 
 def paged_decode(
@@ -345,6 +385,7 @@ def paged_decode(
     scale: float,
     scratch: DecodeScratch,
     is_long: bool = True,
+    config: DecodeConfig | None = None,
 ) -> Tensor:
     """Attend one new token per request over its paged KV, which is stored already.
 
@@ -355,6 +396,7 @@ def paged_decode(
         rows_R         int32, the row of the table that belongs to each request
         seq_lens_R     int32, tokens, counting the token being decoded
         is_long        whether to cut few requests into more splits; right for any lengths
+        config         decode_config's choice where None; its splits must fit the scratch
         returns        [R, H, D], dtype of q; softmax and sums in fp32
 
     Raises:
@@ -379,7 +421,7 @@ def paged_decode(
         seq_lens_R,
         scale,
         scratch,
-        is_long,
+        config or _config_of(q_RHD, k_BGSD, is_long=is_long),
     )
 
 
@@ -399,6 +441,7 @@ def rope_paged_decode(
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
     is_long: bool = True,
+    config: DecodeConfig | None = None,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and paged_decode in one.
 
@@ -430,9 +473,14 @@ def rope_paged_decode(
         seq_lens_R,
         scale,
         scratch,
-        is_long,
+        config or _config_of(qkv_RND, k_BGSD, is_long=is_long),
         rope,
     )
+
+
+def _config_of(q: Tensor, k_BGSD: Tensor, *, is_long: bool) -> DecodeConfig:
+    row_bytes = triton.next_power_of_2(q.shape[2]) * q.dtype.itemsize
+    return decode_config(q.shape[0], k_BGSD.shape[1], row_bytes, is_long=is_long)
 
 
 def _launch(
@@ -445,13 +493,13 @@ def _launch(
     seq_lens_R: Tensor,
     scale: float,
     scratch: DecodeScratch,
-    is_long: bool,
+    config: DecodeConfig,
     rope: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float] | None = None,
 ) -> Tensor:
     num_requests, head_dim = q.shape[0], q.shape[2]
     num_kv_heads, block_size = k_BGSD.shape[1:3]
     _check(q, num_heads, k_BGSD, v_BGSD)
-    splits = num_splits(num_requests, num_kv_heads, is_long=is_long)
+    splits = config.num_splits
     needed = num_requests * splits * num_heads * head_dim
     if scratch.partials.numel() < needed or scratch.counters.numel() < num_requests * num_kv_heads:
         raise ValueError(
@@ -460,12 +508,12 @@ def _launch(
         )
     out_RHD = torch.empty((num_requests, num_heads, head_dim), dtype=q.dtype, device=q.device)
     cos, sin, q_norm, k_norm, eps = rope or (q, q, None, None, 0.0)
-    options = launch_options(q.device)
+    options: dict[str, Any] = launch_options(q.device)
     group = num_heads // num_kv_heads
     head_dim_pad = triton.next_power_of_2(head_dim)
-    tile = tile_options(head_dim_pad * q.dtype.itemsize, is_long)
     heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
-    cut = {"NUM_SPLITS": splits, "BLOCK_N": tile["BLOCK_N"], "IS_FUSED": rope is not None}
+    cut = {"NUM_SPLITS": splits, "BLOCK_N": config.block_n, "IS_FUSED": rope is not None}
+    limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     _paged_decode_kernel[(num_requests * num_kv_heads * splits,)](
         q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, out_RHD,
         scratch.partials, scratch.stats, scratch.counters,
@@ -474,9 +522,10 @@ def _launch(
         q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
         D_PAD=head_dim_pad, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         GROUP_POW2=triton.next_power_of_2(group), S=block_size,
-        MOST_IN_PLACE=MAX_SPLITS_IN_PLACE, HAS_NORM=q_norm is not None,
+        MOST_IN_PLACE=MAX_SPLITS_IN_PLACE, UNROLL=8, NUM_STAGES=config.num_stages,
+        HAS_NORM=q_norm is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **heads, **(tile | cut), **options,
+        num_warps=config.num_warps, **heads, **cut, **options, **limit,
     )  # fmt: skip
     if splits > MAX_SPLITS_IN_PLACE:
         _combine_kernel[(num_requests * num_kv_heads, group, triton.cdiv(head_dim, COMBINE_D))](

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pico_vllm.config.model import RopeConfig
 from pico_vllm.kernels.paged_decode import (
+    DecodeConfig,
     DecodeScratch,
-    num_splits,
+    decode_config,
     paged_decode,
     paged_decode_reference,
     rope_paged_decode,
@@ -70,6 +71,7 @@ def check(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     is_long: bool = False,
+    config: DecodeConfig | None = None,
 ) -> None:
     case = paged_case(
         seq_lens,
@@ -94,7 +96,7 @@ def check(
     for _ in range(2):  # the second launch meets the counters that the first one left
         out = paged_decode(
             q_RHD.to(DEVICE), it.k_BGSD, it.v_BGSD, it.table, it.rows, it.seq_lens,
-            scale=scale, scratch=it.scratch, is_long=is_long,
+            scale=scale, scratch=it.scratch, is_long=is_long, config=config,
         )  # fmt: skip
         torch.testing.assert_close(
             out.cpu().float(), expected, atol=ALLOWED[dtype], rtol=ALLOWED[dtype]
@@ -122,6 +124,15 @@ def test_shapes(group: int, head_dim: int, block_size: int) -> None:
 def test_splits_for_long_contexts(seq_lens: list[int]) -> None:
     """Splits that a second kernel adds up give the same."""
     check(seq_lens, num_kv_heads=1, is_long=True)
+
+
+@pytest.mark.memcheck
+def test_tiles_in_shared_memory() -> None:
+    """What many requests get gives the same: tiles by asynchronous copies, with splits and
+    without."""
+    for num_splits in (1, 2):
+        config = DecodeConfig(block_n=32, num_splits=num_splits, num_warps=4, num_stages=3)
+        check([33, 0, 100, 1], head_dim=80, config=config)
 
 
 @dataclass
@@ -234,7 +245,7 @@ def test_fused_odd_head_dim_half() -> None:
         [64, 80, 96, 128, 256],
         [8, 16, 32, 64],
         range(1, 9),
-        ["16 splits", "128 splits", "no splits"],
+        ["16 splits", "128 splits", "no splits", "4 splits"],
         ["attention", "fused", "fused with norm"],
     ),
 )
@@ -248,10 +259,11 @@ def test_grid(
         "16 splits": ([1, 0, S - 1, S, S + 1, 1500], [5000]),
         "128 splits": ([5000],),
         "no splits": ([7, 300, 129, 64, 0] * 32,),
+        "4 splits": ([3000, 7, 64, 0] * 10,),
     }
     shape = {"group": group, "head_dim": head_dim, "block_size": S, "dtype": dtype}
     for seq_lens in batches[work]:
-        settings = shape | {"is_long": work == "128 splits"}
+        settings = shape | {"is_long": work in ("128 splits", "4 splits")}
         if kind == "attention":
             check(seq_lens, **settings)
         else:
@@ -282,8 +294,9 @@ def test_offsets_beyond_two_to_the_31() -> None:
 
 def test_number_of_splits_depends_on_the_batch_alone() -> None:
     """Few requests are cut into many splits, many into one."""
-    for is_long, expected in ((True, [128, 64, 16, 4, 1]), (False, [16, 16, 16, 4, 1])):
-        assert [num_splits(n, 2, is_long=is_long) for n in (1, 2, 8, 32, 256)] == expected
+    for is_long, expected in ((True, [128, 64, 16, 4, 4, 2, 1]), (False, [16, 16, 16, 4, 2, 1, 1])):
+        configs = [decode_config(n, 2, 256, is_long=is_long) for n in (1, 2, 8, 32, 64, 128, 300)]
+        assert [config.num_splits for config in configs] == expected
 
 
 def test_bad_shapes_are_refused() -> None:
