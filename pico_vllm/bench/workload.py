@@ -118,7 +118,7 @@ class PromptSource:
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._limit = min(MAX_RANDOM_ID, vocab_size)
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(seed % 2**64)  # NumPy takes none below 0
 
     def prompt(self, num_tokens: int) -> list[int]:
         ids: list[int] = self._random.integers(0, self._limit, num_tokens).tolist()

@@ -10,7 +10,8 @@ import typer
 
 from pico_vllm.bench.clock import StartupClock
 from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile
-from pico_vllm.cli.options import field_option, takes_config
+from pico_vllm.cli.load import bench_interference, bench_load
+from pico_vllm.cli.options import field_option, integers, names, takes_config
 from pico_vllm.cli.terminal import load_llm, note
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.errors import ConfigError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from pico_vllm.engine.llm import LLM
 
 app = typer.Typer(help="Measure this machine with this engine.", no_args_is_help=True)
+app.command("load")(bench_load)
+app.command("interference")(bench_interference)
 
 PEERS = ("transformers", "llama-cpp")
 ENGINE_COLUMNS = (
@@ -126,7 +129,7 @@ def bench_kernels(
 ) -> None:
     """Time each kernel of a step by itself, beside its plain twin and torch. Needs a GPU."""
     EngineConfig(model=model, dtype=dtype, device=device, block_size=block_size)  # checks them
-    all_rows, contexts = _integers("rows", rows), _integers("context", context)
+    all_rows, contexts = integers("rows", rows), integers("context", context)
     from pico_vllm.bench.limits import matmul_limit_flop_s, read_limit_bytes_s, require_gpu
 
     torch_device = require_gpu(device, "bench kernels")
@@ -136,7 +139,7 @@ def bench_kernels(
     from pico_vllm.engine.loading import TORCH_DTYPES
     from pico_vllm.kernels.small_linear import MAX_ROWS
 
-    chosen = _names("only", only, KERNELS)
+    chosen = names("only", only, KERNELS)
     if max(all_rows) > MAX_ROWS:
         raise ConfigError(
             f"--rows {max(all_rows)} is more than the {MAX_ROWS} rows that small_linear takes",
@@ -182,7 +185,7 @@ def bench_ladder(
     engine: EngineConfig,
 ) -> None:
     """Time a decode step at batch 1 in each stage of the engine's history, from no cache on."""
-    contexts = _integers("context", context)
+    contexts = integers("context", context)
     if plot is not None:
         from pico_vllm.bench.plot import check_plot
 
@@ -219,26 +222,6 @@ def _pivot(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         step_ms = line["ms_per_step"]
         row[str(line["context"])] = "skipped" if step_ms is None else step_ms
     return list(rows.values())
-
-
-def _integers(option: str, text: str) -> list[int]:
-    numbers = [each.strip() for each in text.split(",")]
-    if not all(each.isdecimal() and 0 < int(each) < 1 << 31 for each in numbers):
-        raise ConfigError(
-            f"--{option} {text!r} must be whole numbers from 1 up, with commas between",
-            param=option,
-        )
-    return [int(each) for each in numbers]
-
-
-def _names(option: str, text: str | None, known: Sequence[str]) -> list[str]:
-    names = list(known) if text is None else [each.strip() for each in text.split(",")]
-    unknown = [each for each in names if each not in known]
-    if unknown:
-        raise ConfigError(
-            f"--{option} names {', '.join(unknown)}; there are {', '.join(known)}", param=option
-        )
-    return names
 
 
 def _workloads(engine: EngineConfig, only: str | None) -> list[Workload]:

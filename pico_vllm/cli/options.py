@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 
 from pico_vllm.config.engine import EngineConfig
-from pico_vllm.errors import PicoError
+from pico_vllm.errors import ConfigError, PicoError
 from pico_vllm.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -151,3 +151,26 @@ def _option_type(hint: Any) -> Any:
         if get_origin(member) is Sequence:
             return list[get_args(member)[0]] | None  # type: ignore[misc]
     return members[0] | None
+
+
+def integers(option: str, text: str) -> list[int]:
+    """Whole numbers from 1 up with commas between. Raises ConfigError for anything else."""
+    numbers = [each.strip() for each in text.split(",")]
+    if not all(each.isdecimal() and 0 < int(each) < 1 << 31 for each in numbers):
+        raise ConfigError(
+            f"--{option} {text!r} must be whole numbers from 1 up, with commas between",
+            param=option,
+        )
+    return [int(each) for each in numbers]
+
+
+def names(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Some of the names that there are, with commas between; all without a text. Raises ConfigError
+    for others."""
+    found = list(known) if text is None else [each.strip() for each in text.split(",")]
+    unknown = [each for each in found if each not in known]
+    if unknown:
+        raise ConfigError(
+            f"--{option} names {', '.join(unknown)}; there are {', '.join(known)}", param=option
+        )
+    return found
