@@ -14,6 +14,7 @@ from pico_vllm.config.hf_keys import show
 from pico_vllm.engine.engine import CheckedRequest, Engine
 from pico_vllm.engine.loading import OnProgress, load_model
 from pico_vllm.engine.output_processor import AnswerGroup, OutputProcessor
+from pico_vllm.engine.progress import ProgressLine
 from pico_vllm.errors import ConfigError, InvalidRequestError
 from pico_vllm.outputs import CompletionDelta, RequestOutput
 from pico_vllm.sampling_params import SamplingParams
@@ -123,12 +124,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_finish: Callable[[RequestOutput], None] | None = None,
+        show_progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer prompts, in their order. A str or a list of ids is one prompt; a list of those is
         several.
 
         params: one for all, or one each; None is SamplingParams(). on_finish is called as each
-        prompt is done.
+        prompt is done. show_progress: a line on stderr with prompts done and output tokens/s.
+
+        Thousands may be given at once: prompts enter the engine as others leave it.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be used; nothing was started.
@@ -137,7 +141,8 @@ class LLM:
         prompt_list = _as_prompts(prompts)
         token_lists = [self._encode(prompt) for prompt in prompt_list]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompt_list]
-        return self._run(token_lists, texts, _one_each(params, len(prompt_list)), on_finish)
+        each_params = _one_each(params, len(prompt_list))
+        return self._run(token_lists, texts, each_params, on_finish, show_progress)
 
     def chat(
         self,
@@ -146,10 +151,12 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
+        show_progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template.
 
-        chat_template_kwargs: variables for the template, such as enable_thinking.
+        chat_template_kwargs: variables for the template, such as enable_thinking. The rest is as in
+        `generate`.
 
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
@@ -160,9 +167,9 @@ class LLM:
             messages if is_list and not isinstance(messages[0], dict) else [messages]
         )
         token_lists = [self._encode_chat(each, chat_template_kwargs) for each in conversations]
-        return self._run(
-            token_lists, [None] * len(token_lists), _one_each(params, len(token_lists)), on_finish
-        )
+        texts = [None] * len(token_lists)
+        each_params = _one_each(params, len(token_lists))
+        return self._run(token_lists, texts, each_params, on_finish, show_progress)
 
     def stream(
         self, prompt: Prompt | Sequence[dict[str, Any]], params: SamplingParams | None = None
@@ -235,31 +242,55 @@ class LLM:
         texts: Sequence[str | None],
         params: Sequence[SamplingParams],
         on_finish: Callable[[RequestOutput], None] | None,
+        show_progress: bool,
     ) -> list[RequestOutput]:
-        requests = [
+        # All are checked before any starts.
+        waiting = deque(
             self._check(token_ids, each)
             for token_ids, each in zip(token_lists, params, strict=True)
-        ]
+        )
+        max_unfinished = self._max_unfinished(len(waiting))
         finished: deque[AnswerGroup] = deque()
-        groups = [
-            AnswerGroup(_output(token_ids, text), finished=finished)
-            for token_ids, text in zip(token_lists, texts, strict=True)
-        ]
-        num_unfinished = len(groups)
+        unfinished: set[AnswerGroup] = set()
+        outputs: list[RequestOutput] = []
+        num_tokens = 0
+        progress = ProgressLine(len(waiting)) if show_progress else None
         try:
-            for group, request in zip(groups, requests, strict=True):
-                self._add(group, request)
-            while num_unfinished:
+            while waiting or unfinished:
+                while waiting and len(unfinished) < max_unfinished:
+                    index = len(outputs)
+                    output = _output(token_lists[index], texts[index])
+                    group = AnswerGroup(output, finished=finished)
+                    outputs.append(output)
+                    unfinished.add(group)
+                    self._add(group, waiting.popleft())
                 self._step()
                 while finished:
                     group = finished.popleft()
-                    num_unfinished -= 1
+                    unfinished.remove(group)
+                    num_tokens += group.num_tokens
                     if on_finish is not None:
                         on_finish(group.output)
+                if progress is not None and progress.is_due():
+                    num_running_tokens = sum(group.num_tokens for group in unfinished)
+                    progress.show(len(outputs) - len(unfinished), num_tokens + num_running_tokens)
         finally:
             # Only a caller's interrupt or error leaves something to give up.
-            self._give_up([i for group in groups for i in group.request_ids])
-        return [group.output for group in groups]
+            self._give_up([i for group in unfinished for i in group.request_ids])
+            if progress is not None:
+                progress.close(len(outputs) - len(unfinished), num_tokens)
+        return outputs
+
+    def _max_unfinished(self, num_prompts: int) -> int:
+        """Prompts of one call in the engine at once: what a prompt takes while it runs is not taken
+        for thousands that wait.
+
+        Twice the rows, as other threads may make steps before this one fills the line up again. A
+        policy that chooses among those who wait has to see them all.
+        """
+        assert self.config.max_num_seqs is not None
+        is_in_order = self.config.scheduling_policy == "fcfs"
+        return 2 * self.config.max_num_seqs if is_in_order else num_prompts
 
     def _stream(
         self, group: AnswerGroup, request: CheckedRequest

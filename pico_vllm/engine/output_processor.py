@@ -34,6 +34,11 @@ class AnswerGroup:
         self.deltas: deque[CompletionDelta] | None = deque() if keeps_deltas else None
         self._finished = finished
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all its answers, so far."""
+        return sum(len(output.token_ids) for output in self.output.outputs)
+
     def answer_ended(self) -> None:
         if self._finished is not None and self.output.finished:
             self._finished.append(self)
