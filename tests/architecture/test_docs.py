@@ -10,11 +10,18 @@ import pytest
 import pico_vllm
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "benchmarks/README.md",
+        *ROOT.glob("docs/*.md"),
+    ]
+)
 FOLDERS = "pico_vllm|tests|docs|scripts|benchmarks"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_path_in_a_document_exists(document: Path) -> None:
     """A path in backticks or a link leads to a file or folder of the project."""
     text = document.read_text()
@@ -25,7 +32,7 @@ def test_every_path_in_a_document_exists(document: Path) -> None:
         assert path.exists(), f"{document.name} names {path}, which does not exist"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_make_target_in_a_document_exists(document: Path) -> None:
     """`make X` names a target of the Makefile."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -33,7 +40,7 @@ def test_every_make_target_in_a_document_exists(document: Path) -> None:
         assert target in targets, f"{document.name}: make {target}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_in_a_document_exists(document: Path) -> None:
     """`pico-vllm X` names a command of the command line, and its options are real ones."""
     from typer.main import get_command
