@@ -176,8 +176,9 @@ class _Decoding:
         for request_id in (*self._last_s, self._prompt_id):
             if request_id is not None:
                 self._engine.abort(request_id)
+        # With overlap one more step is under way; an interrupt leaves news for who is gone.
         while self._engine.has_work():
-            self._engine.step()  # with overlap one more step is under way
+            self._engine.step()
 
 
 def _configs(

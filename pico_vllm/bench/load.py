@@ -140,6 +140,7 @@ def run_load(engine: Engine, due: Sequence[DueRequest]) -> list[RequestTimes]:
     finally:
         for request_id in in_engine:
             engine.abort(request_id)
-    while engine.has_work():
-        engine.step()  # with overlap one more step is under way
+        # With overlap one more step is under way; an interrupt leaves news for who is gone.
+        while engine.has_work():
+            engine.step()
     return all_times

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import assert_idle
+from tiny import FIXTURE_T, assert_idle
 
 from pico_vllm import LLM
 from pico_vllm.bench.arrivals import Arrivals
 from pico_vllm.bench.interference import Scenario, measure
 from pico_vllm.bench.lengths import UniformLengths
-from pico_vllm.bench.load import plan_load, run_load
+from pico_vllm.bench.load import DueRequest, plan_load, run_load
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.cli import main
 
@@ -25,20 +27,31 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_every_request_gets_its_tokens_in_order(llm: LLM) -> None:
-    """More requests than rows, faster than they can run: each has its length, none a token before
-    its arrival, and first tokens come first come, first served."""
-    lengths = UniformLengths(prompt_tokens=(3, 40), output_tokens=(2, 12))
-    due = plan_load(
+@pytest.fixture(scope="module", params=["off", "on"])
+def either_llm(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[LLM]:
+    """Fixture T, step after step and with one launched before the one before it is read."""
+    with LLM(str(tiny_model.folder), overlap=request.param, **FIXTURE_T) as engine:
+        yield engine
+
+
+def crowd(llm: LLM) -> list[DueRequest]:
+    """More requests than rows, faster than they can run."""
+    return plan_load(
         llm.engine,
         Arrivals(rate_req_s=2000.0, burst_size=4),
-        lengths,
+        UniformLengths(prompt_tokens=(3, 40), output_tokens=(2, 12)),
         num_requests=30,
         seed=1,
         prompts=PromptSource(llm.engine.vocab_size, 1),
     )
-    times = run_load(llm.engine, due)
-    assert_idle(llm)
+
+
+def test_every_request_gets_its_tokens_in_order(either_llm: LLM) -> None:
+    """Each has its length, none a token before its arrival, and first tokens come first come, first
+    served."""
+    due = crowd(either_llm)
+    times = run_load(either_llm.engine, due)
+    assert_idle(either_llm)
     assert [len(each.token_s) for each in times] == [each.request.max_tokens for each in due]
     assert len({each.request.max_tokens for each in due}) > 5
     assert [each.num_prompt_tokens for each in times] == [len(d.request.token_ids) for d in due]
@@ -48,6 +61,36 @@ def test_every_request_gets_its_tokens_in_order(llm: LLM) -> None:
     assert first_s == sorted(first_s)
     # The last of 30 requests on 4 rows waits for most of the others: that is in its TTFT.
     assert times[-1].ttft_s > 0.5 * max(each.e2e_s for each in times)
+
+
+@pytest.mark.parametrize("place", ["launch", "schedule"])
+def test_an_interrupted_load_leaves_nothing(
+    either_llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The interrupt comes out, the engine is idle, and the next load is whole."""
+    engine, due = either_llm.engine, crowd(either_llm)
+    owner: Any = engine._runner if place == "launch" else engine._scheduler
+    original, count = getattr(owner, place), itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        if next(count) == 9:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_load(engine, due)
+    assert_idle(either_llm)
+    assert all(each.is_complete for each in run_load(engine, due))
+
+
+def test_interference_with_and_without_overlap(either_llm: LLM) -> None:
+    """Every figure is there, and nothing is left."""
+    scenario = Scenario(num_decoding=3, context=4, prompt_tokens=200, num_prompts=2, idle_steps=5)
+    figures = measure(either_llm.engine, scenario, PromptSource(either_llm.engine.vocab_size, 0))
+    assert len(figures) == 14 and all(value is not None and value > 0 for value in figures.values())
+    assert_idle(either_llm)
 
 
 def test_load_lines(tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
