@@ -42,7 +42,7 @@ from pico_vllm.kernels.rms_norm import rms_norm, rms_norm_reference
 from pico_vllm.kernels.rope_store_kv import rope_store_kv, rope_store_kv_reference
 from pico_vllm.kernels.silu_mul import silu_mul, silu_mul_reference
 from pico_vllm.kernels.small_linear import small_linear_reference
-from pico_vllm.layers.linear import DenseWeight
+from pico_vllm.layers.linear import DenseWeight, Residual
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import Rope
 from pico_vllm.layers.triton_linear import TritonLayers
@@ -243,10 +243,10 @@ def linear_case(sizes: Sizes, kernel: str, rows: int) -> KernelCase:
 
     def ours(index: int) -> Tensor:
         if kernel == "gate_up":
-            return linears[index].normed_silu_mul(norm, x_MK)
+            return linears[index].normed_silu_mul(norm, Residual(x_MK))
         if has_norm:
-            return linears[index].normed(norm, x_MK)
-        return linears[index].added(x_MK, residual_MN)
+            return linears[index].normed(norm, Residual(x_MK))
+        return linears[index].added(x_MK, Residual(residual_MN)).x_TE
 
     def twin(index: int) -> Tensor:
         return small_linear_reference(

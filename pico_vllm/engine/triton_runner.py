@@ -28,6 +28,7 @@ from pico_vllm.kernels.full_sample import full_sample
 from pico_vllm.kernels.head_sample import HeadScratch, sample_logits
 from pico_vllm.kernels.small_linear import MAX_ROWS, small_linear
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
+from pico_vllm.layers.linear import Residual
 from pico_vllm.layers.triton_linear import TritonLinear
 from pico_vllm.models.llama import LlamaForCausalLM
 from pico_vllm.sampling_params import MAX_LOGPROBS
@@ -256,7 +257,7 @@ class TritonRunner:
         """[R, V] in the model's dtype."""
         head, norm = self._model.head, self._model.norm
         if not isinstance(head, TritonLinear) or len(x_RE) > MAX_ROWS:
-            return head.normed(norm, x_RE)
+            return head.normed(norm, Residual(x_RE))
         weight_VE, scratch = head.weight.weight_NK, self._head_scratch.linear
         return small_linear(x_RE, weight_VE, norm_K=norm.weight_E, eps=norm.eps, scratch=scratch)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pico_vllm.layers.linear import Linear, Norm
+from pico_vllm.layers.linear import Linear, Norm, Residual
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import apply_rope
 
@@ -70,16 +70,18 @@ class Attention:
 
     def forward(
         self,
-        x_TE: Tensor,
+        residual: Residual,
         cos_sin: tuple[Tensor, Tensor] | None,
         kv: KVStep,
         wanted: Tensor | None = None,
-    ) -> Tensor:
+        *,
+        next_norm: Norm | None = None,
+    ) -> Residual:
         """cos_sin: of the step's tokens; None where the cache rotates. wanted: the last token of
         each request, to go on with those alone; all tokens where it is None."""
-        num_tokens = int(x_TE.shape[0])
+        num_tokens = int(residual.x_TE.shape[0])
         H, G = self.num_heads, self.num_kv_heads
-        qkv = self.qkv.normed(self.norm, x_TE).view(num_tokens, H + 2 * G, self.head_dim)
+        qkv = self.qkv.normed(self.norm, residual).view(num_tokens, H + 2 * G, self.head_dim)
         if cos_sin is None:
             attended_THD = kv.rotate_and_attend(
                 self.layer, qkv, self._qk_norm, only_last=wanted is not None
@@ -96,9 +98,10 @@ class Attention:
             if wanted is not None:
                 attended_THD = attended_THD.index_select(0, wanted)
         if wanted is not None:
-            x_TE = x_TE.index_select(0, wanted)
-        num_left = int(x_TE.shape[0])
-        return self.o.added(attended_THD.reshape(num_left, H * self.head_dim), x_TE)
+            residual = Residual(residual.x_TE.index_select(0, wanted))
+        num_left = int(residual.x_TE.shape[0])
+        attended_TE = attended_THD.reshape(num_left, H * self.head_dim)
+        return self.o.added(attended_TE, residual, next_norm)
 
     @property
     def _qk_norm(self) -> tuple[Tensor, Tensor, float] | None:

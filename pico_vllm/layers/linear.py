@@ -10,6 +10,7 @@ call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +48,15 @@ class Norm(Protocol):
     def __call__(self, x_TE: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The residual stream before a norm and a product."""
+
+    x_TE: Tensor
+    normed_TE: Tensor | None = None
+    """That norm's result, where the product before made it along with the sum."""
+
+
 class Linear:
     """y = x @ W.T + bias."""
 
@@ -59,16 +69,17 @@ class Linear:
 
     # What a layer does around its products: a device may do each in one kernel.
 
-    def normed(self, norm: Norm, x_MK: Tensor) -> Tensor:
+    def normed(self, norm: Norm, residual: Residual) -> Tensor:
         """Of the normalised rows."""
-        return self(norm(x_MK))
+        return self(norm(residual.x_TE))
 
-    def normed_silu_mul(self, norm: Norm, x_MK: Tensor) -> Tensor:
+    def normed_silu_mul(self, norm: Norm, residual: Residual) -> Tensor:
         """Of the normalised rows, then silu of the first half times the second: [M, N / 2]."""
-        return silu_mul(self(norm(x_MK)))
+        return silu_mul(self(norm(residual.x_TE)))
 
-    def added(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
-        return residual_MN + self(x_MK)
+    def added(self, x_MK: Tensor, residual: Residual, next_norm: Norm | None = None) -> Residual:
+        """next_norm: what the sum goes through next; None where that is not known."""
+        return Residual(residual.x_TE + self(x_MK))
 
     @property
     def num_bytes(self) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from pico_vllm.layers.linear import Linear, Norm
+from pico_vllm.layers.linear import Linear, Norm, Residual
 
 
 class MLP:
@@ -16,5 +14,6 @@ class MLP:
         self.gate_up = gate_up
         self.down = down
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        return self.down.added(self.gate_up.normed_silu_mul(self.norm, x_TE), x_TE)
+    def forward(self, residual: Residual, next_norm: Norm | None = None) -> Residual:
+        hidden_TF = self.gate_up.normed_silu_mul(self.norm, residual)
+        return self.down.added(hidden_TF, residual, next_norm)

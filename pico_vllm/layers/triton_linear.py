@@ -16,13 +16,19 @@ from torch.nn import functional
 
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.embed_tokens import embed_tokens
-from pico_vllm.kernels.rms_norm import rms_norm
+from pico_vllm.kernels.rms_norm import add_rms_norm, rms_norm
 from pico_vllm.kernels.silu_mul import silu_mul
 from pico_vllm.kernels.small_linear import LinearScratch, beats_cublas, small_linear
 from pico_vllm.layers.embedding import Embedding
-from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear, Weight
+from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear, Residual, Weight
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.plain import PlainLayers
+
+MAX_ROWS_IN_PARTS = 256
+MAX_PARTS = 5
+MIN_PART = 512
+"""Of K. Measured on an H200: a layer of Qwen2.5-1.5B without attention 49.8 to 47.7 us at 128 rows,
+60.2 to 55.8 at 256."""
 
 
 class TritonLinear(Linear):
@@ -39,25 +45,35 @@ class TritonLinear(Linear):
             return self._small(x_MK)
         return functional.linear(x_MK, self.weight.weight_NK, self.bias_N)
 
-    def normed(self, norm: RMSNorm, x_MK: Tensor) -> Tensor:
+    def normed(self, norm: RMSNorm, residual: Residual) -> Tensor:
+        x_MK = residual.x_TE
         if self._is_small(x_MK):
             return self._small(x_MK, norm_K=norm.weight_E, eps=norm.eps)
-        return self(rms_norm(x_MK, norm.weight_E, norm.eps))
+        normed_MK = residual.normed_TE
+        return self(rms_norm(x_MK, norm.weight_E, norm.eps) if normed_MK is None else normed_MK)
 
-    def normed_silu_mul(self, norm: RMSNorm, x_MK: Tensor) -> Tensor:
+    def normed_silu_mul(self, norm: RMSNorm, residual: Residual) -> Tensor:
+        x_MK = residual.x_TE
         if self._is_small(x_MK):
             return self._small(
                 x_MK, norm_K=norm.weight_E, eps=norm.eps, has_silu_mul=True, starts_early=False
             )
-        return silu_mul(self.normed(norm, x_MK))
+        return silu_mul(self.normed(norm, residual))
 
-    def added(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
+    def added(self, x_MK: Tensor, residual: Residual, next_norm: RMSNorm | None = None) -> Residual:
+        residual_MN = residual.x_TE
         if self._is_small(x_MK):
-            return self._small(x_MK, residual_MN=residual_MN, starts_early=False)
+            return Residual(self._small(x_MK, residual_MN=residual_MN, starts_early=False))
         if self.bias_N is not None:
-            return residual_MN.add_(self(x_MK))
+            return Residual(residual_MN.add_(self(x_MK)))
+        num_parts = _num_parts(x_MK.shape[0], *self.weight.shape)
+        if next_norm is not None and num_parts > 1:
+            parts_SMN = _product_in_parts(x_MK, self.weight.weight_NK, num_parts)
+            return Residual(
+                *add_rms_norm(parts_SMN, residual_MN, next_norm.weight_E, next_norm.eps)
+            )
         # In place: out of place cuBLAS would first copy the residual.
-        return residual_MN.addmm_(x_MK, self.weight.weight_NK.T)
+        return Residual(residual_MN.addmm_(x_MK, self.weight.weight_NK.T))
 
     def _is_small(self, x_MK: Tensor) -> bool:
         return beats_cublas(x_MK.shape[0], *self.weight.shape)
@@ -70,6 +86,27 @@ class TritonLinear(Linear):
             scratch=self._scratch,
             **around,
         )
+
+
+def _num_parts(M: int, N: int, K: int) -> int:
+    """Into how many parts of K a product is cut whose sums the next kernel adds up anyway.
+
+    cuBLAS leaves most of the card idle where outputs are few, or cuts K itself and adds up in one
+    more kernel.
+    """
+    if M > MAX_ROWS_IN_PARTS:
+        return 1
+    num_tiles = -(-M // 128) * -(-N // 128)
+    fitting = (n for n in range(min(MAX_PARTS, 132 // num_tiles), 1, -1) if K % (64 * n) == 0)
+    return next((n for n in fitting if K // n >= MIN_PART), 1)
+
+
+def _product_in_parts(x_MK: Tensor, weight_NK: Tensor, num_parts: int) -> Tensor:
+    """[num_parts, M, N], to be added up; each part is rounded to the dtype, as a whole product is
+    before it is added to the residual."""
+    x_SMK = x_MK.view(len(x_MK), num_parts, -1).transpose(0, 1)
+    weight_SKN = weight_NK.view(len(weight_NK), num_parts, -1).permute(1, 2, 0)
+    return torch.bmm(x_SMK, weight_SKN)
 
 
 class TritonEmbedding(Embedding):

@@ -8,12 +8,14 @@ T tokens this step, H query heads, G KV heads, D head dim, E hidden size, F MLP 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor
 
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.layers.attention import Attention, KVStep
-from pico_vllm.layers.linear import Linear
+from pico_vllm.layers.linear import Linear, Norm, Residual
 from pico_vllm.layers.mlp import MLP
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import Rope
@@ -79,12 +81,15 @@ class DecoderLayer:
 
     def forward(
         self,
-        x_TE: Tensor,
+        residual: Residual,
         cos_sin: tuple[Tensor, Tensor] | None,
         kv: KVStep,
         wanted: Tensor | None = None,
-    ) -> Tensor:
-        return self.mlp.forward(self.attention.forward(x_TE, cos_sin, kv, wanted))
+        *,
+        next_norm: Norm | None = None,
+    ) -> Residual:
+        residual = self.attention.forward(residual, cos_sin, kv, wanted, next_norm=self.mlp.norm)
+        return self.mlp.forward(residual, next_norm)
 
 
 class LlamaForCausalLM:
@@ -123,10 +128,11 @@ class LlamaForCausalLM:
         of each request. In the last layer the others only leave their keys and values."""
         x_TE = self.embed.forward(batch)
         cos_sin = None if kv.rotates else self.rope.gather(batch.positions, x_TE.dtype)
-        for layer in self.layers[:-1]:
-            x_TE = layer.forward(x_TE, cos_sin, kv)
-        return self.layers[-1].forward(x_TE, cos_sin, kv, wanted)
+        residual = Residual(x_TE)
+        for layer, next_layer in pairwise(self.layers):
+            residual = layer.forward(residual, cos_sin, kv, next_norm=next_layer.attention.norm)
+        return self.layers[-1].forward(residual, cos_sin, kv, wanted).x_TE
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """[N, V] fp32 from rows of what `forward` gives."""
-        return self.head.normed(self.norm, hidden_NE).float()
+        return self.head.normed(self.norm, Residual(hidden_NE)).float()

@@ -60,6 +60,18 @@ def test_rows_and_heads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.memcheck
 @pytest.mark.parametrize("dtype", EXACT)
+def test_add_parts(dtype: torch.dtype) -> None:
+    """Parts of x are added up in fp32 and rounded once."""
+    parts_STE = torch.randn(3, 5, 200).to(DEVICE, dtype)
+    residual, weight = (torch.randn(*shape).to(DEVICE, dtype) for shape in ((5, 200), (200,)))
+    total, normed = add_rms_norm(parts_STE, residual, weight, EPS)
+    expected = residual.cpu().double() + parts_STE.cpu().double().sum(0)
+    assert_close(total, expected.float())
+    assert_close(normed, rms_norm_reference(total.cpu().float(), weight.cpu().float(), EPS))
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", EXACT)
 def test_add(dtype: torch.dtype) -> None:
     """The sum is that of PyTorch as bits, and the norm is the sum's."""
     check_add(5, 896, dtype)

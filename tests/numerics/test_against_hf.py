@@ -25,7 +25,7 @@ from pico_vllm import LLM
 from pico_vllm.cache.contiguous import NoKVStep
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.layers.attention import Attention
-from pico_vllm.layers.linear import DenseWeight, Linear
+from pico_vllm.layers.linear import DenseWeight, Linear, Residual
 from pico_vllm.layers.mlp import MLP
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import Rope
@@ -316,7 +316,8 @@ def test_attention(family: str, num_heads: int, num_kv_heads: int) -> None:
     x_TE = torch.randn(sum(lengths), 5 * num_heads, generator=torch.Generator().manual_seed(4))
     positions = torch.cat([torch.arange(length) for length in lengths])
     batch: Any = SimpleNamespace(query_lens=np.array(lengths))
-    got = ours.forward(x_TE, rope.gather(positions, torch.float32), NoKVStep(batch, 10**-0.5))
+    cos_sin = rope.gather(positions, torch.float32)
+    got = ours.forward(Residual(x_TE), cos_sin, NoKVStep(batch, 10**-0.5)).x_TE
     start = 0
     for length in lengths:
         x = x_TE[None, start : start + length]
@@ -348,7 +349,7 @@ def test_mlp(has_bias: bool, num_tokens: int) -> None:
     ours = MLP(lambda x: x, _fused(theirs.gate_proj, theirs.up_proj), _fused(theirs.down_proj))
     x_TE = torch.randn(num_tokens, 36, generator=torch.Generator().manual_seed(5))
     wanted = x_TE + theirs(x_TE).detach()
-    torch.testing.assert_close(ours.forward(x_TE), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.forward(Residual(x_TE)).x_TE, wanted, rtol=1e-5, atol=1e-5)
 
 
 def _fused(*parts: torch.nn.Linear) -> Linear:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from pico_vllm.layers.embedding import Embedding
-from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear, silu_mul
+from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear, Residual, silu_mul
 from pico_vllm.layers.mlp import MLP
 
 
@@ -33,7 +33,7 @@ def test_mlp() -> None:
     x = torch.randn(3, 4)
     normed = 2 * x
     hidden = functional.silu(normed @ gate.T + bias[:6]) * (normed @ up.T + bias[6:])
-    torch.testing.assert_close(mlp.forward(x), x + hidden @ down.T + bias[:4])
+    torch.testing.assert_close(mlp.forward(Residual(x)).x_TE, x + hidden @ down.T + bias[:4])
 
 
 def test_embedding_shares_the_weight() -> None:
