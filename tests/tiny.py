@@ -246,16 +246,16 @@ def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
     runner = llm.engine._runner
     found: list[Tensor] = []
 
-    def recording(head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def record(hidden_NE: Tensor) -> Tensor:
-            logits_NV = head(hidden_NE)
+    def recording(head: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def record(hidden_NE: Tensor, *around: object) -> Tensor:
+            logits_NV = head(hidden_NE, *around)
             found.append(logits_NV.float().clone())
             return logits_NV
 
         return record
 
-    # On a GPU the runner has a head of its own for the tokens that it chooses.
-    owners = [(runner._model, "logits"), (runner, "_logits")]
+    # On a GPU the runner chooses along with the head.
+    owners = [(runner._model, "logits"), (runner, "_choose")]
     patched = [(owner, name) for owner, name in owners if hasattr(owner, name)]
     originals = [getattr(owner, name) for owner, name in patched]
     for (owner, name), original in zip(patched, originals, strict=True):

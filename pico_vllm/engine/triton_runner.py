@@ -25,8 +25,8 @@ from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample
-from pico_vllm.kernels.head_sample import HeadScratch, sample_logits
-from pico_vllm.kernels.small_linear import MAX_ROWS, small_linear
+from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
+from pico_vllm.kernels.small_linear import MAX_ROWS
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
 from pico_vllm.layers.linear import Residual
 from pico_vllm.layers.triton_linear import TritonLinear
@@ -242,8 +242,7 @@ class TritonRunner:
             "last_tokens_W": feed.last_tokens,
             "out_R": out_R,
         }
-        logits_RV = self._logits(x_RE)
-        sample_logits(logits_RV, vocab_size=vocab_size, scratch=self._head_scratch, **around)
+        logits_RV = self._choose(x_RE, around)
         if tail == "sample":
             return
         asked, scratch = sampling.asked, self._row_scratch
@@ -253,13 +252,15 @@ class TritonRunner:
             scratch=scratch, out_RN=self._logprob_words[:R], **requests,
         )  # fmt: skip
 
-    def _logits(self, x_RE: Tensor) -> Tensor:
-        """[R, V] in the model's dtype."""
+    def _choose(self, x_RE: Tensor, around: Mapping[str, Tensor]) -> Tensor:
+        """By temperature alone; also the logits, [R, V] in the model's dtype."""
         head, norm = self._model.head, self._model.norm
-        if not isinstance(head, TritonLinear) or len(x_RE) > MAX_ROWS:
-            return head.normed(norm, Residual(x_RE))
-        weight_VE, scratch = head.weight.weight_NK, self._head_scratch.linear
-        return small_linear(x_RE, weight_VE, norm_K=norm.weight_E, eps=norm.eps, scratch=scratch)
+        options = {"vocab_size": self._vocab_size, "scratch": self._head_scratch, **around}
+        if isinstance(head, TritonLinear) and len(x_RE) <= MAX_ROWS:
+            return head_sample(x_RE, norm.weight_E, norm.eps, head.weight.weight_NK, **options)
+        logits_RV = head.normed(norm, Residual(x_RE))
+        sample_logits(logits_RV, **options)
+        return logits_RV
 
     def _send(
         self,

@@ -179,13 +179,14 @@ def head_sample(
     last_tokens_W: Tensor,
     scratch: HeadScratch,
     out_R: Tensor,
-) -> None:
+) -> Tensor:
     """Choose each request's next token from the last hidden state: norm, head and sampling.
 
     Shapes:
         x_RE              bf16, fp16 or fp32, contiguous, R from 1 to MAX_ROWS; not yet normalised
         norm_E, head_VE   dtype of x, contiguous
         the rest          as sample_logits
+        returns           the logits, [R, V] in dtype of x, for whoever chooses once more
 
     Raises:
         ValueError: R outside 1..MAX_ROWS, or shapes, dtypes or strides that do not fit.
@@ -200,6 +201,7 @@ def head_sample(
         temperatures_W=temperatures_W, seeds_W=seeds_W, sample_indices_W=sample_indices_W,
         last_tokens_W=last_tokens_W, scratch=scratch, out_R=out_R,
     )  # fmt: skip
+    return logits_RV
 
 
 def sample_logits(
