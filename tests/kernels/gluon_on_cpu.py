@@ -1,0 +1,298 @@
+"""Runs the source of a Gluon kernel for Hopper on the CPU.
+
+A thread a partition. What the hardware may do late happens late: copies land after a while,
+products read their operands when they are waited for, and what was stored to shared memory reaches
+products at the fence. So a wait too few gives wrong numbers, one too many a hang, which is an error
+after TIMEOUT_S. Layouts do nothing. Shared memory begins as NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+TIMEOUT_S = 20.0
+COPY_DELAYS_S = (0.0, 0.0, 5e-3)
+MAX_PRODUCT_DELAY_S = 3e-4
+_thread = threading.local()
+"""Of a partition: the program's id, products that run, stores that are not fenced."""
+
+
+def on_cpu(module: types.ModuleType) -> types.SimpleNamespace:
+    """The module's functions, kernels among them, as they run here."""
+    names = dict(vars(module))
+    names |= _LANGUAGE
+    for name, value in vars(module).items():
+        function = getattr(value, "fn", value)
+        if not isinstance(function, types.FunctionType) or function.__module__ != module.__name__:
+            continue
+        copy = types.FunctionType(function.__code__, names, name, function.__defaults__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        names[name] = copy if function is value else _Kernel(copy)
+    return types.SimpleNamespace(**names)
+
+
+class _Barrier:
+    """A phase ends when all have arrived and all expected bytes have landed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.num_phases = self.num_bytes = self.count = self.num_missing = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.num_missing = count
+
+    def expect(self, num_bytes: int) -> None:
+        self._add(num_bytes, 1)
+
+    def arrive(self, count: int) -> None:
+        self._add(0, count)
+
+    def land(self, num_bytes: int) -> None:
+        self._add(-num_bytes, 0)
+
+    def _add(self, num_bytes: int, num_arrivals: int) -> None:
+        with self.changed:
+            self.num_bytes += num_bytes
+            self.num_missing -= num_arrivals
+            assert self.num_missing >= 0, "more arrivals than a phase has"
+            if self.num_missing == 0 and self.num_bytes == 0:
+                self.num_phases += 1
+                self.num_missing = self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        """Until the last phase that ended has this parity."""
+        with self.changed:
+            has_ended = self.changed.wait_for(
+                lambda: self.num_phases % 2 != int(parity) % 2, TIMEOUT_S
+            )
+        assert has_ended, "a barrier that nobody ends"
+
+
+class _Barriers:
+    def __init__(self, num: int) -> None:
+        self.barriers = [_Barrier() for _ in range(num)]
+
+    def index(self, i: int) -> _Barrier:
+        return self.barriers[int(i)]
+
+
+class _Shared:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    shape = property(lambda self: self.values.shape)
+    dtype = property(lambda self: self.values.dtype)
+
+    def index(self, i: int) -> _Shared:
+        return _Shared(self.values[int(i)])
+
+    def permute(self, order: Sequence[int]) -> _Shared:
+        return _Shared(self.values.permute(*order))
+
+    def load(self, layout: None) -> Tensor:
+        return self.values.clone()
+
+    def store(self, values: Tensor) -> None:
+        _thread.stores.append((self.values, values))
+
+
+class _Pointer:
+    def __init__(self, base: Tensor, offset: Any = 0) -> None:
+        self.base, self.offset = base, offset
+        self.dtype = types.SimpleNamespace(element_ty=base.dtype)
+
+    def __add__(self, offset: Any) -> _Pointer:
+        return _Pointer(self.base, self.offset + offset)
+
+
+class _Descriptor:
+    def __init__(self, host: TensorDescriptor) -> None:
+        self.values = host.base.as_strided(host.shape, host.strides)
+        self.dtype, self.layout = host.base.dtype, host.layout
+
+
+class _Product(NamedTuple):
+    a: Any
+    b: _Shared
+    acc: Any
+    use_acc: bool
+    result: list[Tensor]
+
+
+class _Kernel:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any, **constants: Any) -> Any:
+        return self.function(*arguments, **constants)
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            on_device = [_on_device(x) for x in arguments]
+            for program in itertools.product(*map(range, grid)):
+                _thread.program = program
+                _thread.stores = []
+                self.function(*on_device, **constants)
+
+        return launch
+
+
+def _on_device(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return _Pointer(x)
+    return _Descriptor(x) if isinstance(x, TensorDescriptor) else x
+
+
+def _bring(source: _Descriptor, at: Sequence[Any], barrier: _Barrier, to: _Shared) -> None:
+    row, column = (int(x) for x in at)
+
+    def land() -> None:
+        time.sleep(random.choice(COPY_DELAYS_S))
+        num_rows, num_columns = to.values.shape
+        tile = source.values[row : row + num_rows, column : column + num_columns]
+        to.values.zero_()
+        to.values[: tile.shape[0], : tile.shape[1]] = tile
+        barrier.land(to.values.numel() * to.values.element_size())
+
+    threading.Thread(target=land).start()
+
+
+def _mma(a: Any, b: _Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Product:
+    assert is_async
+    product = _Product(a, b, acc, use_acc, [])
+    _thread.products.append(product)
+    return product
+
+
+def _mma_wait(num_outstanding: int, deps: Sequence[Any]) -> Any:
+    time.sleep(random.random() * MAX_PRODUCT_DELAY_S)
+    while len(_thread.products) > num_outstanding:
+        a, b, acc, use_acc, result = _thread.products.pop(0)
+        a = a.values if isinstance(a, _Shared) else a
+        product = a.float() @ b.values.float()
+        result.append(product + _value(acc) if use_acc else product)
+    values = tuple(_value(x) for x in deps)
+    return values if len(values) > 1 else values[0]
+
+
+def _value(x: Any) -> Tensor:
+    if not isinstance(x, _Product):
+        return x
+    assert x.result, "a product that was not waited for"
+    return x.result[0]
+
+
+def _fence() -> None:
+    for memory, values in _thread.stores:
+        memory.copy_(values)
+    _thread.stores.clear()
+
+
+def _warp_specialize(
+    partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]],
+    num_warps: Sequence[int],
+    num_registers: Sequence[Any],
+) -> None:
+    assert len(partitions) == len(num_warps) + 1 == len(num_registers) + 1
+    _fence()
+    program = _thread.program
+    errors = []
+
+    def work(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        _thread.program, _thread.products, _thread.stores = program, [], []
+        try:
+            function(*arguments)
+            assert not _thread.products and not _thread.stores
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=partition) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _allocate(dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Any:
+    if layout == "barrier":
+        return _Barrier() if len(shape) == 1 else _Barriers(shape[0])
+    return _Shared(torch.full([int(x) for x in shape], float("nan"), dtype=dtype))
+
+
+def _load(pointer: _Pointer, mask: Any = True, other: Any = 0) -> Tensor:
+    """Of a scalar, as one, so that it has `to`."""
+    value = pointer.base[int(pointer.offset)] if bool(mask) else other
+    return torch.as_tensor(value).long()
+
+
+def _store(pointer: _Pointer, values: Tensor, mask: Tensor) -> None:
+    mask = mask.expand(values.shape)
+    base = pointer.base
+    num_elements = base.untyped_storage().size() // base.element_size()
+    memory = base.as_strided((num_elements,), (1,), 0)
+    at = base.storage_offset() + pointer.offset.expand(values.shape)
+    memory[at[mask]] = values[mask]
+
+
+def _where(condition: Any, a: Any, b: Any) -> Tensor:
+    return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
+
+
+def _no_layout(*arguments: Any) -> None:
+    return None
+
+
+_LANGUAGE: dict[str, Any] = {
+    "gl": types.SimpleNamespace(
+        program_id=lambda axis: _thread.program[axis],
+        static_range=lambda stop: range(int(stop)),
+        load=_load,
+        store=_store,
+        where=_where,
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        max=lambda x, axis: x.amax(axis),
+        sum=lambda x, axis: x.sum(axis),
+        exp2=torch.exp2,
+        arange=lambda start, end, layout: torch.arange(start, end),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value),
+        convert_layout=lambda x, layout: x,
+        inline_asm_elementwise=lambda code, constraints, arguments, **options: arguments[0],
+        allocate_shared_memory=_allocate,
+        warp_specialize=_warp_specialize,
+        float32=torch.float32,
+        int64=torch.int64,
+        BlockedLayout=_no_layout,
+        DotOperandLayout=_no_layout,
+        NVMMADistributedLayout=_no_layout,
+        SliceLayout=_no_layout,
+        NVMMASharedLayout=gl.NVMMASharedLayout,
+        bfloat16=gl.bfloat16,
+    ),
+    "mbarrier": types.SimpleNamespace(
+        MBarrierLayout=lambda: "barrier",
+        init=lambda barrier, count: barrier.init(count),
+        expect=lambda barrier, num_bytes: barrier.expect(num_bytes),
+        arrive=lambda barrier, count: barrier.arrive(count),
+        wait=lambda barrier, parity: barrier.wait(parity),
+    ),
+    "bring": _bring,
+    "fence_async_shared": _fence,
+    "warpgroup_mma": _mma,
+    "warpgroup_mma_wait": _mma_wait,
+}
