@@ -31,6 +31,7 @@ from pico_vllm.kernels.head_sample import (
     head_sample_reference,
     sample_logits,
 )
+from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import (
     LONG_CONTEXT,
     DecodeScratch,
@@ -58,7 +59,7 @@ NUM_REPLAYS = 10
 MAX_POOL_BYTES = 16 << 30
 KERNELS = (
     "qkv", "o", "gate_up", "down", "head", "full_sample", "decode_attention", "prefill_attention",
-    "rms_norm", "silu_mul", "rope_store_kv",
+    "chunk_attention", "rms_norm", "silu_mul", "rope_store_kv",
 )  # fmt: skip
 
 Run = Callable[[int], Tensor]
@@ -211,6 +212,7 @@ def cases(sizes: Sizes, only: Sequence[str]) -> Iterator[KernelCase]:
             yield decode_attention_case(sizes, rows, context)
     for kernel, make in (
         ("prefill_attention", prefill_attention_case),
+        ("chunk_attention", chunk_attention_case),
         ("rms_norm", rms_norm_case),
         ("silu_mul", silu_mul_case),
         ("rope_store_kv", rope_store_kv_case),
@@ -462,7 +464,16 @@ def decode_attention_case(sizes: Sizes, rows: int, context: int) -> KernelCase:
 
 
 def prefill_attention_case(sizes: Sizes) -> KernelCase:
-    """Attention of one prompt without a context before it, whose KV is stored already."""
+    """Attention of one prompt without a context before it, as the engine runs it."""
+    return _attention_case(sizes, "prefill_attention", may_be_fresh=True)
+
+
+def chunk_attention_case(sizes: Sizes) -> KernelCase:
+    """The same by the kernel that could also see a context in the pool."""
+    return _attention_case(sizes, "chunk_attention", may_be_fresh=False)
+
+
+def _attention_case(sizes: Sizes, kernel: str, *, may_be_fresh: bool) -> KernelCase:
     model, device, num_tokens = sizes.model, sizes.device, sizes.prefill_tokens
     num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
     num_blocks = -(-num_tokens // sizes.block_size)
@@ -494,15 +505,23 @@ def prefill_attention_case(sizes: Sizes) -> KernelCase:
         for _ in range(2)
     ]
     num_kv = num_tokens * 2 * num_kv_heads * head_dim
+    heads = (num_heads, num_kv_heads, head_dim)
+    is_fresh = may_be_fresh and can_take(device, sizes.dtype, *heads)
+
+    def ours(index: int) -> Tensor:
+        if is_fresh:
+            return hopper_prefill(q_THD, *new_kv[index], starts, scale=scale)
+        return run(paged_prefill, index, new_kv_TGD=new_kv[index])
+
     return KernelCase(
-        kernel="prefill_attention",
+        kernel=kernel,
         rows=num_tokens,
         context=num_tokens,
         num_bytes=(2 * q_THD.numel() + num_kv) * sizes.dtype.itemsize,
         # A token attends to those before it and itself.
         flop=2 * num_heads * head_dim * num_tokens * (num_tokens + 1),
         num_sets=2,
-        ours=lambda index: run(paged_prefill, index, new_kv_TGD=new_kv[index]),
+        ours=ours,
         twin=lambda index: run(paged_prefill_pool_reference, index),
         has_capturable_twin=False,
         torch_name="SDPA",

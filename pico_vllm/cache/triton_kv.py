@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import DecodeScratch, paged_decode, rope_paged_decode
 from pico_vllm.kernels.paged_prefill import paged_prefill
 from pico_vllm.kernels.rope_store_kv import rope_store_kv
@@ -41,6 +42,9 @@ class TritonKV:
         )
         self.cos_sin = (cos_PD, sin_PD)
         self.scale = model.head_dim**-0.5
+        self.takes_fresh = can_take(
+            device, dtype, model.num_heads, model.num_kv_heads, model.head_dim
+        )
         self.scratch = DecodeScratch.allocate(
             max_num_seqs, model.num_heads, model.num_kv_heads, model.head_dim, device
         )
@@ -109,9 +113,12 @@ class TritonStep:
     ) -> Tensor:
         """The requests after the first n, whose tokens these are."""
         kv, batch = self._kv, self._batch
+        assert batch.feed is not None
         k_BGSD, v_BGSD = kv.layers[layer]
         q_rot_THD, k_rot_TGD, v_TGD = self._rotate_and_store(layer, qkv_TND, qk_norm, n)
         starts = batch.query_start_loc if n == 0 else self._extend_starts(n)
+        if batch.feed.is_fresh and kv.takes_fresh:
+            return hopper_prefill(q_rot_THD, k_rot_TGD, v_TGD, starts, scale=kv.scale)
         return paged_prefill(
             q_rot_THD, k_BGSD, v_BGSD, batch.block_table, self._table_rows[n:], starts,
             batch.seq_lens[n:], scale=kv.scale, new_kv_TGD=(k_rot_TGD, v_TGD),

@@ -80,7 +80,8 @@ class CudaGraphs:
         requests = _at_least(self._request_sizes, num_requests)
         if tokens is None or requests is None:
             return None
-        return Shape(tokens, requests, is_decode=False)
+        # Decoding requests are extended by one token like the others.
+        return Shape(tokens, requests, is_decode=False, is_fresh=not plan.context_lens.any())
 
     def has(self, shape: Shape, tail: Tail) -> bool:
         return (shape, tail) in self._graphs

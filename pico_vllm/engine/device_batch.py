@@ -48,6 +48,8 @@ class Shape:
     is_decode: bool
     is_long: bool = False
     """Decoding with long contexts, which attention cuts otherwise."""
+    is_fresh: bool = False
+    """Requests that do not decode have no context: attention needs no pool."""
     num_decodes: int = 0
     """Of a mixed batch made for one step: its first requests decode."""
 
@@ -296,6 +298,7 @@ class DeviceBatchBuilder:
                 sample_at=sample_at,
                 block_size=self._block_size,
                 is_long=shape.is_long,
+                is_fresh=shape.is_fresh,
             ),
         )
         return _ForShape(batch, {})

@@ -141,6 +141,7 @@ def profile_activations(
                 largest,
                 largest_in_graph,
                 Shape(min(tokens, 128), 1, is_decode=False),
+                Shape(min(tokens, 128), 1, is_decode=False, is_fresh=True),
                 Shape(1, 1, is_decode=True),
             ):
                 runner.run_padding(shape, "full")

@@ -310,5 +310,6 @@ def _exact_shape(plan: StepPlan) -> Shape:
         num_requests,
         is_decode=is_decode,
         is_long=plan.num_decodes > 0 and is_long(plan),
+        is_fresh=not is_decode and not plan.context_lens[plan.num_decodes :].any(),
         num_decodes=plan.num_decodes,
     )

@@ -32,7 +32,7 @@ def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     """Each kernel stays below the limit of its run."""
     sizes = ["--model", "qwen3-0.6b", "--rows", "1,8", "--context", "640"]
     lines = run(capsys, "bench", "kernels", *sizes)
-    assert len({line["kernel"] for line in lines}) == 11
+    assert len({line["kernel"] for line in lines}) == 12
     assert all(0 < line["pct_of_limit"] < 105 for line in lines)
     assert all(line["twin_us"] > 0 for line in lines)
 
