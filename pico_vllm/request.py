@@ -13,6 +13,8 @@ from pico_vllm.sampling_params import SamplingParams
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
+    PREEMPTED = "preempted"
+    """Waiting again, with what it generated so far."""
     PREFILL = "prefill"
     DECODING = "decoding"
     FINISHED = "finished"
@@ -46,11 +48,25 @@ class Request:
     """Logical block ids in token order."""
     row: int = -1
     """Row of the runner's batch state while running."""
+    place: tuple[int, int] = (0, 0)
+    """Place by the policy, then order of arrival. It is given when the request arrives and stays,
+    through preemptions too: the lowest is the first in line and the last to be preempted."""
+    entered_at: int = 0
+    """Number of the first plan that may hold it since it last entered; results of earlier ones are
+    not taken."""
+    num_computed: int = 0
+    """Most tokens that were computed before it was preempted."""
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log-probabilities were given."""
     finish_reason: FinishReason | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def max_total_tokens(self) -> int:

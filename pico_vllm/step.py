@@ -27,6 +27,8 @@ class NewRow:
     stop_token_ids: frozenset[int]
     seed: int
     sample_index: int
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log-probabilities were given before it was preempted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +44,8 @@ class NewBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """R requests in batch order: the first `num_decodes` compute one token after their first
-    output, then prompts."""
+    """R requests in batch order: the first `num_decodes` compute the token that an earlier
+    step sampled, then prompts, to which outputs belong where a preempted request enters again."""
 
     request_ids: tuple[str, ...]
     rows: NDArray[np.int32]
@@ -53,6 +55,8 @@ class StepPlan:
     """Whether the last token of this step yields the request's next token (False inside a chunked
     prompt)."""
     num_decodes: int
+    number: int = 0
+    """Plans of a scheduler are numbered in the order in which they are launched."""
     new_rows: tuple[NewRow, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
 

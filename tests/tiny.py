@@ -235,7 +235,6 @@ def assert_idle(llm: LLM) -> None:
     llm.engine.check_invariants()
     assert not llm.engine.has_work()
     assert (scheduler.num_running, scheduler.num_waiting, len(llm._processor)) == (0, 0, 0)
-    assert scheduler._num_reserved_blocks == 0
     assert scheduler._blocks.num_free_device_blocks == llm.config.num_kv_blocks
 
 

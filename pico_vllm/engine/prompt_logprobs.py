@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,14 @@ class Head(Protocol):
     def logits(self, hidden_NE: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    num_top: int
+    """How many alternatives to give."""
+    positions: range
+    """Of the prompt tokens that it is about."""
+
+
 class PromptLogprobs:
     """Knows which rows want them. Each prompt token is predicted by the hidden state before it; the
     head runs in chunks of rows."""
@@ -35,16 +44,20 @@ class PromptLogprobs:
         self._row_tokens = row_tokens
         self._chunk = max(1, LOGITS_CHUNK_BYTES // (4 * head_size))
         self._vocab_size = vocab_size
-        self._counts: dict[int, int] = {}
-        """How many alternatives to give, by row, until its prompt is complete."""
+        self._wanted: dict[int, _Wanted] = {}
+        """By row, until its prompt is complete."""
 
     def start(self, new: NewRow) -> None:
-        self._counts.pop(new.row, None)
-        if new.params.prompt_logprobs is not None:
-            self._counts[new.row] = new.params.prompt_logprobs
+        self._wanted.pop(new.row, None)
+        # What was given before a preemption is not given again; the first token has none.
+        first = new.num_prompt_logprobs + 1
+        if new.params.prompt_logprobs is not None and first < new.num_prompt_tokens:
+            self._wanted[new.row] = _Wanted(
+                new.params.prompt_logprobs, range(first, new.num_prompt_tokens)
+            )
 
     def are_wanted(self, plan: StepPlan) -> bool:
-        return bool(self._counts) and any(row in self._counts for row in plan.rows.tolist())
+        return bool(self._wanted) and any(row in self._wanted for row in plan.rows.tolist())
 
     def compute(self, plan: StepPlan, hidden_TE: Tensor) -> dict[int, list[TokenLogprobs]]:
         """By index in the plan, for the rows that asked."""
@@ -53,23 +66,22 @@ class PromptLogprobs:
         starts = np.cumsum(plan.query_lens) - plan.query_lens
         found = {}
         for index, row in enumerate(plan.rows.tolist()):
-            num_top = self._counts.get(row)
-            if num_top is None:
+            wanted = self._wanted.get(row)
+            if wanted is None:
                 continue
-            if plan.is_sampled[index]:
-                del self._counts[row]
             context_len = int(plan.context_lens[index])
-            query_len, start = int(plan.query_lens[index]), int(starts[index])
-            # The last token of a whole prompt predicts the first generated token, which is not a
-            # prompt token.
-            count = query_len - int(plan.is_sampled[index])
-            targets = self._row_tokens(row, context_len + 1, context_len + 1 + count).tolist()
+            seq_len = context_len + int(plan.query_lens[index])
+            if seq_len >= wanted.positions.stop:
+                del self._wanted[row]
+            # The token at a position predicts the next one; that after the prompt is an output.
+            stop = min(seq_len + 1, wanted.positions.stop)
             values: list[TokenLogprobs] = []
-            for first in range(0, count, self._chunk):
-                hidden = hidden_TE[start + first : start + min(first + self._chunk, count)]
-                logits = self._model.logits(hidden)[:, : self._vocab_size]
+            for first in range(max(context_len + 1, wanted.positions.start), stop, self._chunk):
+                targets = self._row_tokens(row, first, min(first + self._chunk, stop)).tolist()
+                at = int(starts[index]) + first - 1 - context_len
+                logits = self._model.logits(hidden_TE[at : at + len(targets)])
                 values += token_logprobs(
-                    logits.log_softmax(dim=-1), targets[first : first + self._chunk], num_top
+                    logits[:, : self._vocab_size].log_softmax(dim=-1), targets, wanted.num_top
                 )
             found[index] = values
         return found

@@ -15,6 +15,9 @@ from pico_vllm.request import Request
 
 Policy = Callable[[Request, int], int]
 """(request, how many arrived before it) -> its place."""
+PREEMPTING = frozenset({"priority"})
+"""Policies whose first in line may preempt running requests of later places in order to enter. With
+the others a request is preempted only where those before it run out of blocks."""
 ARRIVALS_PER_LEVEL = 256
 """What a level of priority is worth: it overtakes as many earlier arrivals of the level below."""
 TOKENS_PER_ARRIVAL = 64

@@ -15,17 +15,21 @@ class WaitingQueue:
         self._policy = policy
         self._requests: dict[str, Request] = {}
         self._line: list[tuple[int, int, str]] = []
-        """A heap of (place, arrival, id). Who was removed still stands in it, until it is first."""
+        """A heap of (place by the policy, arrival, id). Who was removed stays until it is first."""
         self._num_arrivals = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def push(self, request: Request) -> None:
-        place = self._policy(request, self._num_arrivals)
-        heapq.heappush(self._line, (place, self._num_arrivals, request.request_id))
+        request.place = (self._policy(request, self._num_arrivals), self._num_arrivals)
         self._num_arrivals += 1
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Let one that was in line before stand at its old place again."""
         self._requests[request.request_id] = request
+        heapq.heappush(self._line, (*request.place, request.request_id))
 
     def peek(self) -> Request:
         while self._line[0][2] not in self._requests:
@@ -36,6 +40,12 @@ class WaitingQueue:
         request = self.peek()
         heapq.heappop(self._line)
         return self._requests.pop(request.request_id)
+
+    def check_invariants(self) -> None:
+        in_line = {each[2] for each in self._line}
+        for request_id, request in self._requests.items():
+            assert request_id in in_line, f"{request_id} would never come up"
+            assert (request.row, request.block_ids) == (-1, []), f"{request_id} waits with blocks"
 
     def remove(self, request_id: str) -> Request | None:
         request = self._requests.pop(request_id, None)

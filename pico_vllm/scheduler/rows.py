@@ -3,8 +3,11 @@
 A step changes the counts of all its requests at once, so nothing here goes over them in Python but
 what one of them does alone: enter, grow by a block, end.
 
+A request that enters again after a preemption brings its outputs as if they were of its prompt: its
+row counts from the tokens that it came with.
+
 Invariant (`check_invariants`): a row is free or has exactly one running request; launched steps are
-counted already, so num_outputs is never below the outputs that the request has.
+counted already, so a row's tokens are never fewer than its request's.
 """
 
 from __future__ import annotations
@@ -21,13 +24,19 @@ class Rows:
     def __init__(self, max_num_seqs: int) -> None:
         self.requests: list[Request] = [None] * max_num_seqs  # type: ignore[list-item]
         """By row; stale where the row is free."""
-        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
-        self.max_tokens = np.zeros(max_num_seqs, np.int32)
+        self.places = np.zeros(max_num_seqs, np.int64)
+        """The policy's."""
+        self.num_entered = np.zeros(max_num_seqs, np.int32)
+        """Tokens that the request came with: its prompt, and outputs where it enters again."""
+        self.max_sampled = np.zeros(max_num_seqs, np.int32)
+        """Tokens that it may still sample, counted from then."""
         self.num_scheduled = np.zeros(max_num_seqs, np.int32)
         """Tokens whose KV is in the cache, or on its way there by a launched step."""
-        self.num_outputs = np.zeros(max_num_seqs, np.int32)
-        """Output tokens once all launched steps are committed, if nothing ends it before."""
+        self.num_sampled = np.zeros(max_num_seqs, np.int32)
+        """Since it entered, once all launched steps are committed, if nothing ends it before."""
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.num_computed = np.zeros(max_num_seqs, np.int32)
+        """Most tokens that were computed before it entered again."""
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._in_use: dict[int, None] = {}
         """In order of arrival."""
@@ -42,10 +51,11 @@ class Rows:
         self._in_use[row] = None
         self._in_order = None
         self.requests[row] = request
-        self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.max_tokens[row] = request.max_tokens
-        self.num_scheduled[row] = self.num_blocks[row] = 0
-        self.num_outputs[row] = len(request.output_token_ids)
+        self.places[row] = request.place[0]
+        self.num_entered[row] = request.num_tokens
+        self.max_sampled[row] = request.max_total_tokens - request.num_tokens
+        self.num_scheduled[row] = self.num_sampled[row] = self.num_blocks[row] = 0
+        self.num_computed[row] = request.num_computed
         return row
 
     def give_back(self, row: int) -> None:
@@ -62,7 +72,11 @@ class Rows:
 
     def num_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """Prompt and outputs, those of launched steps too."""
-        return self.num_prompt_tokens[rows] + self.num_outputs[rows]
+        return self.num_entered[rows] + self.num_sampled[rows]
+
+    def is_ending(self, row: int) -> bool:
+        """Whether its last token is under way: its blocks will be free once that is committed."""
+        return bool(self.num_sampled[row] >= self.max_sampled[row])
 
     def request_ids(self, rows: NDArray[np.int32]) -> tuple[str, ...]:
         return self._ids_in_order if rows is self._in_order else self._ids_of(rows)
@@ -78,4 +92,6 @@ class Rows:
         for request in running:
             row = request.row
             assert self.requests[row] is request
-            assert self.num_outputs[row] >= len(request.output_token_ids), request.request_id
+            assert self.places[row] == request.place[0], request.request_id
+            num_tokens = int(self.num_entered[row] + self.num_sampled[row])
+            assert request.num_tokens <= num_tokens <= request.max_total_tokens, request.request_id

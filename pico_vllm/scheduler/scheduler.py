@@ -2,22 +2,34 @@
 and no string.
 
 `schedule` makes a StepPlan: decode rows first, then prompt chunks in order of admission, under a
-token budget; then new requests in the order of a policy, as long as a row and their blocks are
-free. `commit` is the only place where a request grows or ends. A second step may be planned before
-the first one is committed: what launched steps will add is counted already, and an end that is
-found late costs one token that nobody sees.
+token budget; then new requests in the order of a policy, as long as a row and the blocks of their
+tokens are free and a few more (WATERMARK). `commit` is the only place where a request grows or
+ends. A second step may be planned before the first one is committed: what launched steps will add
+is counted already, and an end that is found late costs one token that nobody sees.
 
-Admission reserves the blocks of prompt + max_tokens, so a running request always finds its next
-block; blocks are taken from the pool only when they are first written. Nobody overtakes the head of
-the line, so none waits for ever.
+Blocks are taken when they are first written. Where there are too few, running requests are
+preempted, the last in line first: they give up row and blocks and wait at their old place, with the
+tokens that were committed; when they enter again these are computed anew, like a prompt. The first
+in line is never preempted and nobody overtakes the head of the waiting line, so the first always
+gets on, and none waits for ever.
+
+A preempted request may be in a step whose result is still to come. Its part of that result is
+dropped, as after an abort, also if the request has entered again meanwhile (`Request.entered_at`);
+the token is sampled again from the same seed at the same position.
+
+Such a step may still write to blocks that were freed here, by a preemption or an abort, and belong
+to somebody else in a later plan. The fence is the order of launches: a runner executes plans in the
+order in which they were made, on one stream, and whoever gets a block writes each of its slots, in
+a later step, before it reads them. What reads or writes the pool outside of that order must wait
+for the steps launched before.
 
 Invariant (`check_invariants`): every running request holds exactly ceil(tokens with KV /
-block_size) blocks, each block is held once, rows are unique, and the sum of reservations fits the
-pool.
+block_size) blocks, each block is held once, rows are unique, and who waits holds nothing.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import compress
 
 import numpy as np
@@ -26,10 +38,14 @@ from numpy.typing import NDArray
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
-from pico_vllm.scheduler.policy import POLICIES
+from pico_vllm.scheduler.policy import POLICIES, PREEMPTING
 from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.rows import Rows
 from pico_vllm.step import BAD_LOGITS, NO_TOKEN, NewBlocks, NewRow, StepPlan, StepResult
+
+WATERMARK = 0.01
+"""Part of the pool that must stay free when a request enters beside others: without it, one that
+just entered would be preempted for the next block of an older one."""
 
 
 class Scheduler:
@@ -52,9 +68,20 @@ class Scheduler:
         self._keeps_kv = keeps_kv
         self._max_prompt_tokens = max_prompt_tokens or max_num_batched_tokens
         self._waiting = WaitingQueue(POLICIES[policy])
+        self._preempts_to_admit = policy in PREEMPTING
         self._running: dict[str, Request] = {}
         self._rows = Rows(max_num_seqs)
-        self._num_reserved_blocks = 0
+        self._watermark = int(WATERMARK * blocks.num_device_blocks)
+        self._num_plans = 0
+        self._last_return = 0
+        """Number of the first plan after a preempted request last entered again."""
+        self.num_preemptions = 0
+        tokens_per_step = min(self._budget_tokens, self._max_prompt_tokens)
+        self._max_fruitless_steps = 2 * max_num_seqs + math.ceil(
+            blocks.num_device_blocks * block_size / tokens_per_step
+        )
+        """The second term: to compute what preempted requests had, at most the pool, once more."""
+        self._num_fruitless_steps = 0
 
     @property
     def num_waiting(self) -> int:
@@ -83,13 +110,19 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan | None:
-        """What to run next, or None when there is nothing to do."""
+        """What to run next, or None when there is nothing to do before a launched step is
+        committed.
+
+        Raises:
+            RuntimeError: for many steps no request has got on.
+        """
+        self._watch_progress()
         self._admit()
         rows, state = self._rows.in_order(), self._rows
-        num_outputs = state.num_outputs[rows]
+        num_sampled = state.num_sampled[rows]
         # One whose last token is under way has nothing left to compute.
-        is_live = num_outputs < state.max_tokens[rows]
-        is_decoding = num_outputs > 0
+        is_live = num_sampled < state.max_sampled[rows]
+        is_decoding = num_sampled > 0
         is_both = is_live & is_decoding
         num_decoding = np.count_nonzero(is_both)
         if num_decoding < len(rows):
@@ -109,18 +142,29 @@ class Scheduler:
             rows, context_lens, query_lens = (
                 each[:num_scheduled] for each in (rows, context_lens, query_lens)
             )
+        ends = context_lens + query_lens
+        missing = None
+        if np.count_nonzero(ends > state.num_blocks[rows] * self._block_size):
+            missing = -(-ends // self._block_size) - state.num_blocks[rows]
+            if missing.sum() > self._blocks.num_free_device_blocks:
+                is_kept = self._make_room(rows, missing)
+                rows, context_lens, query_lens, missing = (
+                    each[is_kept] for each in (rows, context_lens, query_lens, missing)
+                )
         if not len(rows):
             return None
-        return self._make_plan(rows, context_lens, query_lens)
+        return self._make_plan(rows, context_lens, query_lens, missing)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
-        """Let the requests of a step grow or end, and say what happened. Requests aborted meanwhile
-        are passed over."""
+        """Let the requests of a step grow or end, and say what happened. Requests aborted or
+        preempted meanwhile are passed over."""
         token_ids: list[int] = result.token_ids.tolist()
         reasons: list[FinishReason | None] = [None] * len(token_ids)
         has_event = [True] * len(token_ids)
         logprobs, prompt_logprobs = {}, {}
         running = self._running
+        if plan.number < self._last_return:
+            running = {i: r for i, r in running.items() if r.entered_at <= plan.number}
         for index, (request_id, token_id) in enumerate(
             zip(plan.request_ids, token_ids, strict=True)
         ):
@@ -130,6 +174,7 @@ class Scheduler:
                 continue
             if index in result.prompt_logprobs:
                 prompt_logprobs[request_id] = result.prompt_logprobs[index]
+                request.num_prompt_logprobs += len(result.prompt_logprobs[index])
             if token_id < 0:
                 if token_id == BAD_LOGITS:
                     reasons[index] = FinishReason.ERROR
@@ -146,8 +191,15 @@ class Scheduler:
                 reason = reasons[index] = _end_of(request, token_id)
                 if reason is not None:
                     self._finish(request, reason)
+        request_ids = tuple(compress(plan.request_ids, has_event))
+        # Chunks alone get on where they go further than before a preemption.
+        if (
+            request_ids
+            or (plan.context_lens + plan.query_lens > self._rows.num_computed[plan.rows]).any()
+        ):
+            self._num_fruitless_steps = 0
         return StepEvents(
-            request_ids=tuple(compress(plan.request_ids, has_event)),
+            request_ids=request_ids,
             token_ids=tuple(compress(token_ids, has_event)),
             finish_reasons=tuple(compress(reasons, has_event)),
             logprobs=logprobs,
@@ -155,14 +207,19 @@ class Scheduler:
         )
 
     def fail(self, plan: StepPlan | None) -> StepEvents:
-        """End the requests of a step that raised; without a plan, all that run. What they generated
-        before stays theirs.
+        """End the requests of a step that raised, preempted meanwhile or not; without a plan, all
+        that run, or the head of the line where none does. What they generated before stays theirs.
 
         Requests that `commit` had ended are named too: nobody was told of them.
         """
-        request_ids = tuple(self._running) if plan is None else plan.request_ids
+        if plan is not None:
+            request_ids = plan.request_ids
+        elif self._running or len(self._waiting) == 0:
+            request_ids = tuple(self._running)
+        else:
+            request_ids = (self._waiting.peek().request_id,)
         for request_id in request_ids:
-            request = self._running.get(request_id)
+            request = self._waiting.remove(request_id) or self._running.get(request_id)
             if request is not None:
                 self._finish(request, FinishReason.ERROR)
         return StepEvents(
@@ -174,39 +231,147 @@ class Scheduler:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
+    def _watch_progress(self) -> None:
+        """Every step but those that compute preempted requests' tokens anew makes a request longer
+        than it ever was: plans that nobody gains by would follow each other for ever."""
+        if not self.has_work():
+            return
+        if self._num_fruitless_steps >= self._max_fruitless_steps:
+            num_steps, self._num_fruitless_steps = self._num_fruitless_steps, 0
+            rows = self._rows.in_order()
+            computed = zip(
+                self._rows.request_ids(rows), self._rows.num_scheduled[rows].tolist(), strict=True
+            )
+            raise RuntimeError(
+                f"no request has got on for {num_steps} steps: {len(self._running)} run with "
+                f"{dict(computed)} tokens computed, {len(self._waiting)} wait, "
+                f"{self._blocks.num_free_device_blocks} of {self._blocks.num_device_blocks} blocks "
+                f"are free, {self.num_preemptions} preemptions so far"
+            )
+        self._num_fruitless_steps += 1
+
     def _admit(self) -> None:
-        while len(self._waiting) > 0 and self._rows.has_free():
-            reserved = self._num_blocks(self._waiting.peek().max_total_tokens)
-            if self._num_reserved_blocks + reserved > self._blocks.num_device_blocks:
-                return
-            request = self._waiting.pop()
-            self._num_reserved_blocks += reserved
+        """Let requests in while there is a row, and blocks for their tokens beside those that
+        running requests still need for theirs."""
+        unclaimed: int | None = None
+        while len(self._waiting) > 0:
+            request = self._waiting.peek()
+            needed = self._num_blocks(request.num_tokens) + self._watermark * bool(self._running)
+            has_room = self._rows.has_free() and needed <= self._blocks.num_free_device_blocks
+            if has_room:
+                if unclaimed is None:
+                    unclaimed = self._num_unclaimed_blocks()
+                has_room = needed <= unclaimed
+            if not has_room:
+                if not (self._preempts_to_admit and self._make_way(request)):
+                    return
+                unclaimed = None
+                continue
+            self._waiting.pop()
+            assert unclaimed is not None
+            unclaimed -= self._num_blocks(request.num_tokens)
+            if request.status is RequestStatus.PREEMPTED:
+                self._last_return = self._num_plans
+            request.entered_at = self._num_plans
             request.row = self._rows.take(request)
             request.status = RequestStatus.PREFILL
             self._running[request.request_id] = request
+
+    def _num_unclaimed_blocks(self) -> int:
+        """Free ones that no running request needs for the tokens that it has now."""
+        rows, state = self._rows.in_order(), self._rows
+        claimed = -(-state.num_tokens(rows) // self._block_size) - state.num_blocks[rows]
+        return self._blocks.num_free_device_blocks - int(claimed.sum())
+
+    def _make_way(self, request: Request) -> bool:
+        """Preempt running requests of later places for one that waits, the last one first; none if
+        all of them would not do."""
+        rows = self._rows.in_order()
+        if not (self._rows.places[rows] >= request.place[0]).any():
+            return False
+        later = [each for each in self._live_in_line() if each.place > request.place]
+        unclaimed, victims = self._num_unclaimed_blocks(), []
+        while later:
+            victims.append(later.pop())
+            row = victims[-1].row
+            num_tokens = int(self._rows.num_entered[row] + self._rows.num_sampled[row])
+            unclaimed += self._num_blocks(num_tokens)
+            watermark = self._watermark * (len(victims) < len(self._running))
+            if self._num_blocks(request.num_tokens) + watermark <= unclaimed:
+                for victim in victims:
+                    self._preempt(victim)
+                return True
+        return False
+
+    def _make_room(self, rows: NDArray[np.int32], missing: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Preempt running requests, the last one first, until the blocks are there that the others
+        miss in this step. Returns which of `rows` stay in it."""
+        state = self._rows
+        index_of = {row: index for index, row in enumerate(rows.tolist())}
+        is_kept = np.ones(len(rows), np.bool_)
+        lacking = int(missing.sum()) - self._blocks.num_free_device_blocks
+        # Those that end with a launched step give their blocks back at its commit: who would go
+        # on with these waits, rather than computing all its tokens again.
+        soon_free = sum(
+            int(state.num_blocks[row]) for row in state.in_order().tolist() if state.is_ending(row)
+        )
+        live = self._live_in_line()
+        while lacking > soon_free:
+            victim = live.pop()
+            assert live, (victim.request_id, lacking, soon_free)
+            index = index_of.get(victim.row)
+            if index is not None:
+                is_kept[index] = False
+                lacking -= int(missing[index])
+            lacking -= int(state.num_blocks[victim.row])
+            self._preempt(victim)
+        while lacking > 0:
+            index = index_of.get(live.pop().row)
+            if index is not None and missing[index] > 0:
+                is_kept[index] = False
+                lacking -= int(missing[index])
+        return is_kept
+
+    def _live_in_line(self) -> list[Request]:
+        """Running requests that have something left to compute, by their place."""
+        live = [each for each in self._running.values() if not self._rows.is_ending(each.row)]
+        return sorted(live, key=lambda request: request.place)
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        num_scheduled = int(self._rows.num_scheduled[request.row])
+        request.num_computed = max(request.num_computed, num_scheduled)
+        request.status = RequestStatus.PREEMPTED
+        self._release(request)
+        self._waiting.put_back(request)
 
     def _make_plan(
         self,
         rows: NDArray[np.int32],
         context_lens: NDArray[np.int32],
         query_lens: NDArray[np.int32],
+        missing: NDArray[np.int32] | None,
     ) -> StepPlan:
+        """missing: how many blocks each request needs for this step beside its own; None where
+        nobody needs any."""
         state = self._rows
-        ends, num_outputs = context_lens + query_lens, state.num_outputs[rows]
-        num_blocks = state.num_blocks[rows]
-        is_sampled = ends == state.num_prompt_tokens[rows] + num_outputs
+        ends, num_sampled = context_lens + query_lens, state.num_sampled[rows]
+        is_sampled = ends == state.num_entered[rows] + num_sampled
         num_decodes = 0
         if self._keeps_kv:
-            num_decodes = int(np.count_nonzero(num_outputs))
+            num_decodes = int(np.count_nonzero(num_sampled))
             state.num_scheduled[rows] = ends
-        state.num_outputs[rows] = num_outputs + is_sampled
+        state.num_sampled[rows] = num_sampled + is_sampled
         new_rows: list[NewRow] = []
         new_blocks: tuple[NewBlocks, ...] = ()
-        if np.count_nonzero(ends > num_blocks * self._block_size):
-            is_new = num_blocks == 0
+        if missing is not None:
+            is_new = state.num_blocks[rows] == 0
             new_rows = [_new_row(state.requests[row]) for row in rows[is_new].tolist()]
-            new_blocks = self._extend_tables(rows, ends)
+            new_blocks = self._extend_tables(rows, missing)
+        number = self._num_plans
+        self._num_plans += 1
         return StepPlan(
+            number=number,
             request_ids=state.request_ids(rows),
             rows=rows,
             context_lens=context_lens,
@@ -218,14 +383,13 @@ class Scheduler:
         )
 
     def _extend_tables(
-        self, rows: NDArray[np.int32], ends: NDArray[np.int32]
+        self, rows: NDArray[np.int32], missing: NDArray[np.int32]
     ) -> tuple[NewBlocks, ...]:
-        """Give the requests the blocks that their tokens up to `ends` go to, all taken at once."""
+        """Give the requests the blocks that they miss, all taken at once."""
         num_blocks = self._rows.num_blocks
-        missing = -(-ends // self._block_size) - num_blocks[rows]
         growing = np.flatnonzero(missing > 0)
-        block_ids = self._blocks.allocate(int(missing[growing].sum()))
-        assert block_ids is not None, "reserved blocks were not there"
+        block_ids = self._blocks.allocate(int(missing.sum()))
+        assert block_ids is not None, (missing, self._blocks.num_free_device_blocks)
         physical_ids = self._blocks.device_ids(block_ids)
         new_blocks, at = [], 0
         for row, count in zip(rows[growing].tolist(), missing[growing].tolist(), strict=True):
@@ -240,12 +404,17 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        if self._running.pop(request.request_id, None) is not None:
-            self._num_reserved_blocks -= self._num_blocks(request.max_total_tokens)
-            self._blocks.free(request.block_ids)
-            request.block_ids = []
-            self._rows.give_back(request.row)
-            request.row = -1
+        self._num_fruitless_steps = 0
+        if request.request_id in self._running:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Take row and blocks from a running request."""
+        del self._running[request.request_id]
+        self._blocks.free(request.block_ids)
+        request.block_ids = []
+        self._rows.give_back(request.row)
+        request.row = -1
 
     def check_invariants(self) -> None:
         self._blocks.check_invariants()
@@ -259,16 +428,13 @@ class Scheduler:
             "a block was lost"
         )
         self._rows.check_invariants(running)
+        self._waiting.check_invariants()
         for request in running:
             num_blocks = int(self._rows.num_blocks[request.row])
             num_scheduled = int(self._rows.num_scheduled[request.row])
             assert len(request.block_ids) == num_blocks, request.request_id
             if self._keeps_kv:
                 assert num_blocks == self._num_blocks(num_scheduled), request.request_id
-        reserved = sum(self._num_blocks(request.max_total_tokens) for request in running)
-        assert reserved == self._num_reserved_blocks <= self._blocks.num_device_blocks, (
-            "reservations"
-        )
 
 
 def _new_row(request: Request) -> NewRow:
@@ -282,6 +448,7 @@ def _new_row(request: Request) -> NewRow:
         stop_token_ids=request.stop_token_ids,
         seed=request.seed,
         sample_index=request.sample_index,
+        num_prompt_logprobs=request.num_prompt_logprobs,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_runner import make_request
+from simulated import make_request
 from test_scheduler import World
 
 from pico_vllm.config.engine import EngineConfig

@@ -1,4 +1,5 @@
-"""The scheduler alone, over a fake runner whose every token depends on every block being right."""
+"""The scheduler alone, over a simulated model whose every token depends on every block being
+right."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_runner import FakeRunner, expected_answer, make_request
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from simulated import SimulatedRunner, answer_alone, make_request
 
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.outputs import StepEvents
@@ -46,7 +47,12 @@ class World:
             max_prompt_tokens=max_prompt_tokens,
         )
         self.policy = policy
-        self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, keeps_kv=keeps_kv)
+        self.runner = SimulatedRunner(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=num_blocks * block_size,
+        )
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -117,6 +123,7 @@ class World:
         if self.keeps_kv:
             assert plan.num_tokens <= self.budget
         requests = [self.requests[request_id] for request_id in plan.request_ids]
+        entering = {new.row for new in plan.new_rows}
         # Decode rows first; after them prompts in order of arrival.
         is_decode = [request.status is RequestStatus.DECODING for request in requests]
         if self.keeps_kv:
@@ -135,6 +142,8 @@ class World:
             num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
             assert end <= num_tokens
             assert bool(plan.is_sampled[index]) is (end == num_tokens)
+            if int(plan.rows[index]) in entering:
+                self.num_planned[request.request_id] = 0
             assert int(plan.context_lens[index]) == self.num_planned.get(request.request_id, 0)
             if self.keeps_kv:
                 self.num_planned[request.request_id] = end
@@ -148,6 +157,10 @@ class World:
             self.scheduler.check_invariants()
         else:
             self.blocks.check_invariants()
+        running = [request.place for request in self.scheduler._running.values()]
+        waiting = [request.place for request in self.scheduler._waiting._requests.values()]
+        if self.policy == "fcfs" and running and waiting:
+            assert max(running) < min(waiting), "one that came later runs while this one waits"
 
     def check_done(self) -> None:
         """Everything finished as it should and nothing is held."""
@@ -157,7 +170,7 @@ class World:
         assert self.blocks.num_free_device_blocks == self.num_blocks
         assert len(self.scheduler._rows._free) == self.max_num_seqs
         for request_id, request in self.requests.items():
-            answer, wanted = self.answers[request_id], expected_answer(request)
+            answer, wanted = self.answers[request_id], answer_alone(request)
             if self.ended[request_id] is FinishReason.ABORT:
                 assert answer == wanted[: len(answer)]
                 continue
@@ -286,22 +299,23 @@ def test_a_request_larger_than_the_pool_is_our_error() -> None:
 
 
 def test_two_long_requests_and_short_ones() -> None:
-    """Two requests that together exceed the pool, and short ones behind: all finish, the oldest
-    first, in no more steps than one after another."""
+    """Two requests that together exceed the pool, and short ones behind: the later long one is
+    preempted and never the oldest, and all finish in fewer steps than one after another."""
     world = World(num_blocks=8)
     for prompt_len, max_tokens in [(40, 80), (40, 80), (3, 5), (4, 5), (5, 5), (6, 5)]:
         world.add(prompt_len, max_tokens)
     num_steps = world.run()
     world.check_done()
     assert num_steps <= 80 + 80 + 4 * 5
-    assert next(iter(world.ended)) == "r0"
+    assert world.scheduler.num_preemptions > 0 and world.requests["r1"].num_computed > 40
+    assert world.requests["r0"].num_computed == 0
 
 
 def test_nobody_overtakes_the_head_of_the_line() -> None:
     """A short request behind one that waits for blocks waits too, so that the long one's turn
     comes."""
     world = World(num_blocks=8, max_num_seqs=4)
-    world.add(60, 20)
+    world.add(70, 20)
     world.add(60, 60)
     world.add(1, 1)
     world.step()
@@ -396,7 +410,7 @@ def test_bad_logits_end_one_request() -> None:
     assert events.finish_reasons == (FinishReason.ERROR, None)
     assert len(hit.output_token_ids) == 1 and hit.finish_reason is FinishReason.ERROR
     world.run()
-    assert world.answers[other.request_id] == expected_answer(other)
+    assert world.answers[other.request_id] == answer_alone(other)
     assert world.blocks.num_free_device_blocks == world.num_blocks
 
 
@@ -417,7 +431,7 @@ def test_a_failed_step(has_plan: bool) -> None:
     world.scheduler_invariants(committed=True)
     assert world.blocks.num_free_device_blocks == world.num_blocks
     world.run()
-    assert world.answers["r2"] == expected_answer(world.requests["r2"])
+    assert world.answers["r2"] == answer_alone(world.requests["r2"])
 
 
 def test_requests_share_no_lists() -> None:
