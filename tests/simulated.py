@@ -20,7 +20,7 @@ from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.engine.batch_builder import BatchBuilder
 from pico_vllm.engine.engine import Engine
-from pico_vllm.request import Request
+from pico_vllm.request import FinishReason, Request
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.step import NO_TOKEN, NewRow, StepPlan, StepResult, TokenLogprobs
@@ -251,3 +251,74 @@ def simulated_engine(
         max_model_len=num_blocks * block_size,
     )
     return Engine(config, scheduler, runner, vocab_size=VOCAB, eos_token_ids=())
+
+
+class Clients:
+    """What the callers of an engine see of their requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.prompt_tokens: dict[str, list[int]] = {}
+        """Those of which log-probabilities came."""
+        self.ended: dict[str, FinishReason] = {}
+
+    def add(self, prompt_len: int, max_tokens: int, **others: Any) -> Request:
+        number = len(self.requests)
+        prompt = np.random.default_rng(number).integers(0, VOCAB, prompt_len).tolist()
+        request = make_request(number, prompt, max_tokens, **others)
+        self.requests[request.request_id] = request
+        self.answers[request.request_id] = []
+        self.prompt_tokens[request.request_id] = []
+        self.engine._scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        is_aborted = self.engine.abort(request_id)
+        assert is_aborted is (request_id in self.requests and request_id not in self.ended)
+        if is_aborted:
+            self.ended[request_id] = FinishReason.ABORT
+
+    def step(self) -> None:
+        events = self.engine.step()
+        self.engine.check_invariants()
+        for request_id, values in events.prompt_logprobs.items():
+            self.prompt_tokens[request_id] += [value.token_ids[0] for value in values]
+        for request_id, token_id, reason in zip(
+            events.request_ids, events.token_ids, events.finish_reasons, strict=True
+        ):
+            if reason is FinishReason.ERROR:
+                # Those that had ended when the step failed are named too.
+                self.ended.setdefault(request_id, reason)
+                continue
+            assert request_id not in self.ended, "an event after the last one"
+            self.answers[request_id].append(token_id)
+            if reason is not None:
+                self.ended[request_id] = reason
+
+    def run(self) -> int:
+        num_steps = 0
+        while self.engine.has_work():
+            self.step()
+            num_steps += 1
+            assert num_steps < 20_000
+        return num_steps
+
+    def check(self) -> None:
+        """All have ended, each with what it answers alone, and nothing is held."""
+        scheduler = self.engine._scheduler
+        assert self.requests.keys() == self.ended.keys()
+        assert scheduler._blocks.num_free_device_blocks == scheduler._blocks.num_device_blocks
+        for request_id, request in self.requests.items():
+            answer, wanted = self.answers[request_id], answer_alone(request)
+            reason = self.ended[request_id]
+            if reason in (FinishReason.ABORT, FinishReason.ERROR):
+                assert answer == wanted[: len(answer)]
+                continue
+            assert answer == wanted, request_id
+            is_stop = answer[-1] in request.stop_token_ids
+            is_stop = is_stop and len(answer) > request.params.min_tokens
+            assert reason is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+            if request.params.prompt_logprobs is not None:
+                assert self.prompt_tokens[request_id] == request.prompt_token_ids[1:].tolist()
