@@ -10,6 +10,7 @@ from test_scheduler import World
 
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.errors import ConfigError
+from pico_vllm.request import RequestStatus
 from pico_vllm.scheduler.policy import (
     ARRIVALS_PER_LEVEL,
     POLICIES,
@@ -114,3 +115,65 @@ def test_long_prompts_leave_room_for_others() -> None:
     world.take(world.scheduler.commit(plan, world.runner.run(plan)))
     world.run()
     world.check_done()
+
+
+@pytest.mark.parametrize(("prompt_len", "computed"), [(60, [0, 0, 10]), (80, [0, 40, 10])])
+def test_a_better_priority_preempts(prompt_len: int, computed: list[int]) -> None:
+    """With the policy priority a request of a better one enters at once, at the cost of the last in
+    line and of no more of them than it needs; with others it waits."""
+    for policy in ("priority", "fcfs"):
+        world = World(num_blocks=9, budget=200, policy=policy)
+        before = [world.add(30, 20), world.add(40, 20, priority=1), world.add(10, 20, priority=1)]
+        world.step()
+        urgent = world.add(prompt_len, 4, priority=-1)
+        world.step()
+        if policy == "priority":
+            assert urgent.status is RequestStatus.DECODING
+            assert [request.num_computed for request in before] == computed
+        else:
+            assert urgent.status is RequestStatus.WAITING
+            assert world.scheduler.num_preemptions == 0
+        world.run()
+        world.check_done()
+
+
+@pytest.mark.parametrize(("prompt_len", "level"), [(60, 0), (20, 2), (20, 3)])
+def test_a_worse_priority_preempts_nobody(prompt_len: int, level: int) -> None:
+    """Nobody is preempted for a request of the same or a worse priority, nor where all that come
+    after it would not give enough."""
+    world = World(num_blocks=8, budget=200, max_num_seqs=3, policy="priority")
+    world.add(70, 30, priority=0)
+    world.add(16, 10, priority=2)
+    world.step()
+    world.add(prompt_len, 3, priority=level)
+    world.step()
+    assert world.scheduler.num_running == 2 and world.scheduler.num_preemptions == 0
+    world.run()
+    world.check_done()
+
+
+def test_a_row_is_reason_enough() -> None:
+    """Where rows and not blocks are lacking, one later request gives up its own."""
+    world = World(num_blocks=40, max_num_seqs=2, policy="priority")
+    world.add(5, 30, priority=1)
+    world.add(5, 30, priority=2)
+    world.step()
+    world.add(5, 3, priority=-1)
+    world.step()
+    assert list(world.scheduler._running) == ["r0", "r2"]
+    assert world.scheduler.num_preemptions == 1
+    world.run()
+    world.check_done()
+
+
+def test_a_place_is_kept() -> None:
+    """One put back stands where it stood, before all that came after it."""
+    queue = WaitingQueue()
+    requests = [make_request(number, [1], 1) for number in range(4)]
+    for request in requests:
+        queue.push(request)
+    first, second = queue.pop(), queue.pop()
+    queue.put_back(second)
+    queue.put_back(first)
+    queue.push(make_request(9, [1], 1))
+    assert [queue.pop().request_id for _ in range(5)] == ["r0", "r1", "r2", "r3", "r9"]

@@ -452,3 +452,114 @@ def test_waiting_queue() -> None:
     assert queue.peek() is requests[0] and len(queue) == 3
     assert [queue.pop() for _ in range(3)] == [requests[0], requests[2], requests[3]]
     assert len(queue) == 0
+
+
+def test_a_few_blocks_stay_free() -> None:
+    """A request enters beside others only if the blocks of its tokens, those that the running ones
+    still need for theirs, and 1 % of the pool are free; alone it may take all."""
+    world = World(num_blocks=200, budget=256, max_num_seqs=4)
+    world.add(97 * 16, 2)
+    world.add(102 * 16, 2)
+    world.step()
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 1)
+    world = World(num_blocks=200, budget=256, max_num_seqs=4)
+    world.add(97 * 16, 2)
+    world.add(101 * 16, 2)
+    world.add(16, 2)
+    world.step()
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (2, 1)
+    world.run()
+    world.check_done()
+    world.add(200 * 16 - 1, 1)
+    world.run()
+    world.check_done()
+
+
+def test_a_request_that_enters_again_brings_its_outputs() -> None:
+    """The plan in which a preempted request enters again names prompt and outputs as its tokens,
+    the prompt's length as ever, and no decode row."""
+    world = World(num_blocks=8)
+    request = world.add(20, 9, prompt_logprobs=0)
+    for _ in range(3):
+        world.step()
+    world.scheduler._preempt(request)
+    assert (request.status, request.row, request.block_ids) == (RequestStatus.PREEMPTED, -1, [])
+    plan = world.plan()
+    assert plan is not None and plan.num_decodes == 0 and plan.query_lens.tolist() == [23]
+    (new,) = plan.new_rows
+    assert new.token_ids.tolist() == [*request.prompt_token_ids, *answer_alone(request)[:3]]
+    assert (new.num_prompt_tokens, new.num_prompt_logprobs, new.seed) == (20, 19, request.seed)
+    world.take(world.scheduler.commit(plan, world.runner.run(plan)))
+    world.run()
+    world.check_done()
+
+
+def test_one_token_of_a_request_that_enters_again_is_no_decode_row() -> None:
+    """Its last chunk may be a single token: it comes with the request, and is not what its row
+    sampled last."""
+    world = World(num_blocks=8, budget=64, max_prompt_tokens=11)
+    request = world.add(20, 9)
+    for _ in range(4):
+        world.step()
+    assert request.num_tokens == 23
+    world.scheduler._preempt(request)
+    chunks = []
+    for _ in range(3):
+        plan = world.plan()
+        assert plan is not None
+        chunks.append((plan.query_lens.tolist(), plan.num_decodes))
+        world.take(world.scheduler.commit(plan, world.runner.run(plan)))
+    assert chunks == [([11], 0), ([11], 0), ([1], 0)]
+    world.run()
+    world.check_done()
+
+
+@pytest.mark.parametrize("has_chunks", [False, True])
+def test_no_progress_is_an_error(has_chunks: bool) -> None:
+    """Where no request gets on, neither by a token nor by a chunk that it had not computed before,
+    for 2 * max_num_seqs steps and those that computing the pool takes, schedule raises and names
+    the state; after that work goes on."""
+    world = World(num_blocks=8, budget=8, max_num_seqs=2)
+    request = world.add(60, 9)
+    num_steps = 2 * 2 + 128 // 8
+    if has_chunks:
+        for _ in range(4):
+            world.step()
+    with pytest.raises(RuntimeError, match=r"no request has got on for 20 steps: 1 run with .*r0"):
+        for _ in range(num_steps + 2):
+            plan = world.scheduler.schedule()
+            if has_chunks:
+                assert plan is not None
+                world.scheduler.commit(plan, world.runner.run(plan))
+                world.scheduler._preempt(request)
+                world.scheduler._admit()
+    world.scheduler.fail(None)
+    assert world.scheduler.num_running == 0
+    world.ended[request.request_id] = FinishReason.ERROR
+    other = world.add(5, 3)
+    world.run()
+    assert world.answers[other.request_id] == answer_alone(other)
+
+
+def test_recomputing_is_no_lack_of_progress() -> None:
+    """A request that computes a whole pool anew, in small chunks and alone, may take its time."""
+    world = World(num_blocks=64, budget=8, max_num_seqs=1)
+    request = world.add(1000, 3)
+    while not request.output_token_ids:
+        world.step()
+    world.scheduler._preempt(request)
+    world.run()
+    world.check_done()
+
+
+def test_a_failing_plan_where_nobody_runs() -> None:
+    """Where planning itself raises and nobody runs, the head of the line ends, so that the next
+    one's turn comes."""
+    world = World()
+    world.add(5, 3)
+    world.add(6, 3)
+    world.take(world.scheduler.fail(None))
+    assert world.ended == {"r0": FinishReason.ERROR}
+    world.run()
+    assert world.answers["r1"] == answer_alone(world.requests["r1"])
+    assert world.scheduler.fail(None).request_ids == ()
