@@ -51,7 +51,8 @@ class EngineConfig:
     block_size: int = 16
     """Tokens in a KV block."""
     num_kv_blocks: int | None = None
-    """KV blocks for requests, the null block not counted; None takes what memory allows."""
+    """KV blocks for requests, the null block not counted; None takes what memory allows. Where the
+    answers of all that run come to need more, the last in line is preempted and computed again."""
     gpu_memory_utilization: float = 0.9
     """Part of the device's memory that weights, activations and KV may take."""
     kv: KvKind = "paged"
@@ -78,7 +79,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     """Who leaves the waiting line first: fcfs the first to come, priority the lowest priority,
     shortest-prompt the shortest prompt; with the last two a request counts for more the longer it
-    waits."""
+    waits. With priority one that waits may also preempt those that run and come after it."""
     long_prefill_token_threshold: int | None = None
     """Most tokens of one prompt computed in one step, which leaves the rest of
     max_num_batched_tokens to other prompts; None sets no limit of its own."""

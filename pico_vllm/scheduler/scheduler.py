@@ -43,9 +43,9 @@ from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.rows import Rows
 from pico_vllm.step import BAD_LOGITS, NO_TOKEN, NewBlocks, NewRow, StepPlan, StepResult
 
-WATERMARK = 0.01
+WATERMARK = 0.03
 """Part of the pool that must stay free when a request enters beside others: without it, one that
-just entered would be preempted for the next block of an older one."""
+just entered would be preempted for the next block of an older one (docs/log.md has figures)."""
 
 
 class Scheduler:
@@ -342,8 +342,9 @@ class Scheduler:
         num_scheduled = int(self._rows.num_scheduled[request.row])
         request.num_computed = max(request.num_computed, num_scheduled)
         request.status = RequestStatus.PREEMPTED
-        self._release(request)
+        # In this order an interrupt between the two loses nobody.
         self._waiting.put_back(request)
+        self._release(request)
 
     def _make_plan(
         self,

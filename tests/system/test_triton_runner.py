@@ -150,3 +150,36 @@ def test_refuses_what_the_kernels_cannot_do(model: Path, monkeypatch: pytest.Mon
     if DEVICE == "cpu":
         with pytest.raises(ConfigError, match="needs a GPU"):
             LLM(str(model), **SETTINGS)
+
+
+@pytest.mark.gpu
+def test_a_preempted_request_goes_on_as_it_would_have(model: Path) -> None:
+    """Preempted after its second token, with that step under way or committed, a request with
+    penalties and min_tokens, which sees its outputs among the ids it enters with, gives the tokens
+    and log-probabilities of plain operations undisturbed."""
+    params = SamplingParams(
+        max_tokens=4, min_tokens=4, temperature=0.9, seed=8, top_p=0.95, presence_penalty=1.5,
+        frequency_penalty=0.7, repetition_penalty=1.3, logprobs=1, prompt_logprobs=0,
+        stop_token_ids=list(range(0, 300, 3)),
+    )  # fmt: skip
+    with LLM(str(model), **PLAIN) as llm:
+        (wanted,) = llm.generate(PROMPTS[0], params)
+    with LLM(str(model), **SETTINGS) as llm:
+        scheduler, num_plans = llm.engine._scheduler, 0
+        schedule = scheduler.schedule
+
+        def preempt_and_schedule() -> Any:
+            nonlocal num_plans
+            num_plans += 1
+            if num_plans == 3:
+                scheduler._preempt(next(iter(scheduler._running.values())))
+            return schedule()
+
+        scheduler.schedule = preempt_and_schedule
+        (found,) = llm.generate(PROMPTS[0], params)
+        assert scheduler.num_preemptions == 1
+        llm.engine.check_invariants()
+    ours, theirs = found.outputs[0], wanted.outputs[0]
+    assert ours.token_ids == theirs.token_ids and len(ours.token_ids) == 4
+    assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-4)
+    assert len(found.prompt_logprobs or ()) == len(PROMPTS[0])

@@ -29,105 +29,6 @@ def force_preemption(clients: Clients, request: Request) -> None:
     clients.engine.check_invariants()
 
 
-class EngineMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, failing steps and preemptions in a random pool."""
-
-    @initialize(
-        block_size=st.sampled_from([1, 3, 8, 16]),
-        num_blocks=st.integers(2, 12),
-        max_num_seqs=st.integers(1, 5),
-        spare=st.integers(0, 20),
-        overlap=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority", "shortest-prompt"]),
-        max_prompt_tokens=st.sampled_from([None, None, 1, 5]),
-    )
-    def start(
-        self,
-        block_size: int,
-        num_blocks: int,
-        max_num_seqs: int,
-        spare: int,
-        overlap: bool,
-        policy: str,
-        max_prompt_tokens: int | None,
-    ) -> None:
-        self.engine = simulated_engine(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            budget=max_num_seqs + spare,
-            overlap=overlap,
-            policy=policy,
-            max_prompt_tokens=max_prompt_tokens,
-        )
-        self.clients = Clients(self.engine)
-        self.num_tokens = num_blocks * block_size
-        self.num_failing = 0
-
-    @rule(data=st.data(), priority=st.integers(-2, 2), has_stops=st.booleans())
-    def add(self, data: st.DataObject, priority: int, has_stops: bool) -> None:
-        prompt_len = data.draw(st.integers(1, self.num_tokens - 1))
-        max_tokens = data.draw(st.integers(1, self.num_tokens - prompt_len))
-        self.clients.add(
-            prompt_len,
-            max_tokens,
-            priority=priority,
-            stop=range(0, 1000, 9) if has_stops else (),
-            min_tokens=data.draw(st.integers(0, max_tokens)) if has_stops else 0,
-            prompt_logprobs=data.draw(st.sampled_from([None, 0])),
-        )
-
-    @rule(count=st.integers(1, 12))
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.clients.step()
-
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.clients.abort(data.draw(st.sampled_from([*self.clients.requests, "unknown"])))
-
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
-        running = list(self.engine._scheduler._running.values())
-        if running:
-            force_preemption(self.clients, data.draw(st.sampled_from(running)))
-
-    @rule(is_launch=st.booleans())
-    def fail(self, is_launch: bool) -> None:
-        """The next step raises, when it is launched or while it runs."""
-        runner = self.engine._runner
-        num_failed = list(self.clients.ended.values()).count(FinishReason.ERROR)
-
-        def raising(plan: StepPlan) -> Any:
-            self.num_failing += len(plan.request_ids)
-            raise RuntimeError("planted")
-
-        name = "launch" if is_launch else "on_run"
-        original = getattr(runner, name)
-        setattr(runner, name, raising)
-        before = self.num_failing
-        self.clients.step()
-        setattr(runner, name, original)
-        found = list(self.clients.ended.values()).count(FinishReason.ERROR) - num_failed
-        assert found <= self.num_failing - before
-
-    def teardown(self) -> None:
-        if hasattr(self, "clients"):
-            self.clients.run()
-            self.clients.check()
-            errors = list(self.clients.ended.values()).count(FinishReason.ERROR)
-            assert errors <= self.num_failing, "an error that nobody planted"
-
-
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(
-    max_examples=200,
-    stateful_step_count=80,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-
-
 def clients_of(**others: Any) -> Clients:
     return Clients(simulated_engine(**({"overlap": False} | SMALL | others)))
 
@@ -303,3 +204,102 @@ def test_requests_that_end_with_the_step_under_way_are_waited_for() -> None:
     clients.check()
     assert clients.engine._scheduler.num_preemptions == 0
     assert list(clients.ended) == ["r0", ending.request_id, late.request_id]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts, failing steps and preemptions in a random pool."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 3, 8, 16]),
+        num_blocks=st.integers(2, 12),
+        max_num_seqs=st.integers(1, 5),
+        spare=st.integers(0, 20),
+        overlap=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority", "shortest-prompt"]),
+        max_prompt_tokens=st.sampled_from([None, None, 1, 5]),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        max_num_seqs: int,
+        spare: int,
+        overlap: bool,
+        policy: str,
+        max_prompt_tokens: int | None,
+    ) -> None:
+        self.engine = simulated_engine(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            budget=max_num_seqs + spare,
+            overlap=overlap,
+            policy=policy,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        self.clients = Clients(self.engine)
+        self.num_tokens = num_blocks * block_size
+        self.num_failing = 0
+
+    @rule(data=st.data(), priority=st.integers(-2, 2), has_stops=st.booleans())
+    def add(self, data: st.DataObject, priority: int, has_stops: bool) -> None:
+        prompt_len = data.draw(st.integers(1, self.num_tokens - 1))
+        max_tokens = data.draw(st.integers(1, self.num_tokens - prompt_len))
+        self.clients.add(
+            prompt_len,
+            max_tokens,
+            priority=priority,
+            stop=range(0, 1000, 9) if has_stops else (),
+            min_tokens=data.draw(st.integers(0, max_tokens)) if has_stops else 0,
+            prompt_logprobs=data.draw(st.sampled_from([None, 0])),
+        )
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.clients.step()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.clients.abort(data.draw(st.sampled_from([*self.clients.requests, "unknown"])))
+
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        running = list(self.engine._scheduler._running.values())
+        if running:
+            force_preemption(self.clients, data.draw(st.sampled_from(running)))
+
+    @rule(is_launch=st.booleans())
+    def fail(self, is_launch: bool) -> None:
+        """The next step raises, when it is launched or while it runs."""
+        runner = self.engine._runner
+        num_failed = list(self.clients.ended.values()).count(FinishReason.ERROR)
+
+        def raising(plan: StepPlan) -> Any:
+            self.num_failing += len(plan.request_ids)
+            raise RuntimeError("planted")
+
+        name = "launch" if is_launch else "on_run"
+        original = getattr(runner, name)
+        setattr(runner, name, raising)
+        before = self.num_failing
+        self.clients.step()
+        setattr(runner, name, original)
+        found = list(self.clients.ended.values()).count(FinishReason.ERROR) - num_failed
+        assert found <= self.num_failing - before
+
+    def teardown(self) -> None:
+        if hasattr(self, "clients"):
+            self.clients.run()
+            self.clients.check()
+            errors = list(self.clients.ended.values()).count(FinishReason.ERROR)
+            assert errors <= self.num_failing, "an error that nobody planted"
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)

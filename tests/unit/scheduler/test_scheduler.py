@@ -181,79 +181,6 @@ class World:
             assert request.finish_reason is self.ended[request_id]
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts and steps in a random pool."""
-
-    @initialize(
-        block_size=st.sampled_from([1, 3, 8, 16]),
-        num_blocks=st.integers(2, 12),
-        max_num_seqs=st.integers(1, 5),
-        spare=st.integers(0, 20),
-        keeps_kv=st.sampled_from([True, True, True, False]),
-    )
-    def start(
-        self, block_size: int, num_blocks: int, max_num_seqs: int, spare: int, keeps_kv: bool
-    ) -> None:
-        self.world = World(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            budget=max_num_seqs + spare,
-            keeps_kv=keeps_kv,
-        )
-        self.num_tokens = num_blocks * block_size
-
-    @rule(data=st.data())
-    def add(self, data: st.DataObject) -> None:
-        prompt_len = data.draw(st.integers(1, self.num_tokens - 1))
-        max_tokens = data.draw(st.integers(1, self.num_tokens - prompt_len))
-        stop = data.draw(st.sampled_from([(), tuple(range(0, 1000, 9))]))
-        min_tokens = data.draw(st.integers(0, max_tokens)) if stop else 0
-        self.world.add(prompt_len, max_tokens, stop=stop, min_tokens=min_tokens)
-
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        names = [*self.world.requests, "unknown"]
-        self.world.abort(data.draw(st.sampled_from(names)))
-
-    @rule(count=st.integers(1, 12))
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.world.step()
-
-    @rule(data=st.data())
-    def abort_amid_a_step(self, data: st.DataObject) -> None:
-        """Between plan and commit, as a client that leaves while the device computes."""
-        plan = self.world.plan()
-        if plan is not None:
-            result = self.world.runner.run(plan)
-            for request_id in data.draw(st.lists(st.sampled_from(plan.request_ids), unique=True)):
-                self.world.abort(request_id)
-            self.world.take(self.world.scheduler.commit(plan, result))
-            self.world.scheduler_invariants(committed=True)
-
-    @invariant()
-    def in_order(self) -> None:
-        if hasattr(self, "world"):
-            self.world.scheduler.check_invariants()
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.run()
-            self.world.check_done()
-            order = [int(request_id[1:]) for request_id in self.world.first_scheduled]
-            assert order == sorted(order), "first come, first served"
-
-
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=200,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-
-
 @pytest.mark.parametrize("prompt_len", [15, 16, 17, 31, 32, 33])
 @pytest.mark.parametrize("budget", [64, 16, 5])
 def test_lengths_on_block_boundaries(prompt_len: int, budget: int) -> None:
@@ -456,15 +383,15 @@ def test_waiting_queue() -> None:
 
 def test_a_few_blocks_stay_free() -> None:
     """A request enters beside others only if the blocks of its tokens, those that the running ones
-    still need for theirs, and 1 % of the pool are free; alone it may take all."""
+    still need for theirs, and 3 % of the pool are free; alone it may take all."""
     world = World(num_blocks=200, budget=256, max_num_seqs=4)
     world.add(97 * 16, 2)
-    world.add(102 * 16, 2)
+    world.add(98 * 16, 2)
     world.step()
     assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 1)
     world = World(num_blocks=200, budget=256, max_num_seqs=4)
     world.add(97 * 16, 2)
-    world.add(101 * 16, 2)
+    world.add(97 * 16, 2)
     world.add(16, 2)
     world.step()
     assert (world.scheduler.num_running, world.scheduler.num_waiting) == (2, 1)
@@ -563,3 +490,76 @@ def test_a_failing_plan_where_nobody_runs() -> None:
     world.run()
     assert world.answers["r1"] == answer_alone(world.requests["r1"])
     assert world.scheduler.fail(None).request_ids == ()
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts and steps in a random pool."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 3, 8, 16]),
+        num_blocks=st.integers(2, 12),
+        max_num_seqs=st.integers(1, 5),
+        spare=st.integers(0, 20),
+        keeps_kv=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self, block_size: int, num_blocks: int, max_num_seqs: int, spare: int, keeps_kv: bool
+    ) -> None:
+        self.world = World(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            budget=max_num_seqs + spare,
+            keeps_kv=keeps_kv,
+        )
+        self.num_tokens = num_blocks * block_size
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        prompt_len = data.draw(st.integers(1, self.num_tokens - 1))
+        max_tokens = data.draw(st.integers(1, self.num_tokens - prompt_len))
+        stop = data.draw(st.sampled_from([(), tuple(range(0, 1000, 9))]))
+        min_tokens = data.draw(st.integers(0, max_tokens)) if stop else 0
+        self.world.add(prompt_len, max_tokens, stop=stop, min_tokens=min_tokens)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        names = [*self.world.requests, "unknown"]
+        self.world.abort(data.draw(st.sampled_from(names)))
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule(data=st.data())
+    def abort_amid_a_step(self, data: st.DataObject) -> None:
+        """Between plan and commit, as a client that leaves while the device computes."""
+        plan = self.world.plan()
+        if plan is not None:
+            result = self.world.runner.run(plan)
+            for request_id in data.draw(st.lists(st.sampled_from(plan.request_ids), unique=True)):
+                self.world.abort(request_id)
+            self.world.take(self.world.scheduler.commit(plan, result))
+            self.world.scheduler_invariants(committed=True)
+
+    @invariant()
+    def in_order(self) -> None:
+        if hasattr(self, "world"):
+            self.world.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.run()
+            self.world.check_done()
+            order = [int(request_id[1:]) for request_id in self.world.first_scheduled]
+            assert order == sorted(order), "first come, first served"
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
