@@ -1,0 +1,399 @@
+"""Plants faults, one at a time, and asks whether the tests see them.
+
+    python tests/planted_faults.py [part of a name ...]
+
+Each plant replaces a text that occurs once in a file by a wrong one, in a copy of the project, and
+runs the tests of blocks, scheduler and batches there. It prints who was killed and who survived,
+and ends with status 1 if more than one in fifteen did. Some minutes in all, so no test runs it;
+`tests/architecture/test_planted_faults.py` sees that every text is still there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 300
+MAX_SURVIVING = 1 / 15
+UNIT_TESTS = (
+    "tests/unit/engine/test_batch_builder.py",
+    "tests/unit/engine/test_device_batch.py",
+    "tests/unit/scheduler",
+    "tests/unit/cache/test_block_manager.py",
+    "tests/unit/engine/test_overlap.py",
+    "tests/unit/engine/test_preemption.py",
+)
+RUNS = (
+    (*UNIT_TESTS, "-k", "not Machine"),
+    ("tests/system/test_llm_preemption.py",),
+    # The state machines last: they take longest, and few plants are left for them.
+    (*UNIT_TESTS, "-k", "Machine"),
+)
+NO_SHRINKING = """
+import hypothesis
+
+hypothesis.settings.register_profile(
+    "planted", phases=[hypothesis.Phase.generate], derandomize=True, database=None
+)
+hypothesis.settings.load_profile("planted")
+"""
+"""A fault found is enough; the smallest example of it would take minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+SCHEDULER = "pico_vllm/scheduler/scheduler.py"
+ROWS = "pico_vllm/scheduler/rows.py"
+QUEUES = "pico_vllm/scheduler/queues.py"
+POLICY = "pico_vllm/scheduler/policy.py"
+BLOCKS = "pico_vllm/cache/block_manager.py"
+BUILDER = "pico_vllm/engine/batch_builder.py"
+DEVICE = "pico_vllm/engine/device_batch.py"
+SAMPLING = "pico_vllm/engine/sampling_rows.py"
+PROMPT = "pico_vllm/engine/prompt_logprobs.py"
+SAMPLER = "pico_vllm/sampler/sampler.py"
+ENGINE = "pico_vllm/engine/engine.py"
+
+PLANTS = (
+    # Preemption.
+    Plant("stale result taken", SCHEDULER, "if plan.number < self._last_return:", "if False:"),
+    Plant("entry not noted", SCHEDULER, "request.entered_at = self._num_plans", "pass"),
+    Plant("oldest preempted", SCHEDULER, "victim = live.pop()", "victim = live.pop(0)"),
+    Plant("victim lost", SCHEDULER, "self._waiting.put_back(request)", "pass"),
+    Plant(
+        "victim at the end of the line",
+        SCHEDULER,
+        "self._waiting.put_back(request)",
+        "self._waiting.push(request)",
+    ),
+    Plant(
+        "victim stays in the plan",
+        SCHEDULER,
+        "is_kept[index] = False\n                lacking -= int(missing[index])\n            lack",
+        "lacking -= int(missing[index])\n            lack",
+    ),
+    Plant(
+        "victim's blocks not counted",
+        SCHEDULER,
+        "lacking -= int(state.num_blocks[victim.row])",
+        "pass",
+    ),
+    Plant(
+        "ending ones not waited for", SCHEDULER, "while lacking > soon_free:", "while lacking > 0:"
+    ),
+    Plant(
+        "anybody preempted for a better one",
+        SCHEDULER,
+        "if each.place > request.place]",
+        "if each.place != request.place]",
+    ),
+    Plant(
+        "outputs not computed again",
+        SCHEDULER,
+        "np.array(request.output_token_ids, np.int32)",
+        "np.zeros(0, np.int32)",
+    ),
+    Plant(
+        "outputs taken for prompt",
+        SCHEDULER,
+        "num_prompt_tokens=request.num_prompt_tokens,",
+        "num_prompt_tokens=request.num_tokens,",
+    ),
+    Plant(
+        "max_tokens starts again",
+        ROWS,
+        "request.max_total_tokens - request.num_tokens",
+        "request.max_tokens",
+    ),
+    Plant(
+        "only the prompt counted at entry",
+        ROWS,
+        "self.num_entered[row] = request.num_tokens",
+        "self.num_entered[row] = request.num_prompt_tokens",
+    ),
+    Plant(
+        "row keeps its samples",
+        ROWS,
+        "self.num_sampled[row] = self.num_blocks[row] = 0",
+        "self.num_blocks[row] = 0",
+    ),
+    Plant(
+        "ending seen late", ROWS, "row] >= self.max_sampled[row]", "row] > self.max_sampled[row]"
+    ),
+    Plant(
+        "prompt log-probabilities twice", PROMPT, "first = new.num_prompt_logprobs + 1", "first = 1"
+    ),
+    Plant("their count lost", SCHEDULER, "request.num_prompt_logprobs += len(", "_ = ("),
+    Plant(
+        "outputs' log-probabilities as the prompt's",
+        PROMPT,
+        "stop = min(seq_len + 1, wanted.positions.stop)",
+        "stop = seq_len + 1",
+    ),
+    Plant(
+        "penalties forget outputs",
+        SAMPLER,
+        "new.token_ids[:n], new.token_ids[n:]",
+        "new.token_ids[:n], new.token_ids[:0]",
+    ),
+    Plant(
+        "min_tokens starts again",
+        SAMPLER,
+        "self._num_prompt_tokens[row] = new.num_prompt_tokens",
+        "self._num_prompt_tokens[row] = len(new.token_ids)",
+    ),
+    Plant(
+        "min_tokens starts again on a device",
+        SAMPLING,
+        "new.num_prompt_tokens + params.min_tokens",
+        "len(new.token_ids) + params.min_tokens",
+    ),
+    Plant("counts not rebuilt on a device", DEVICE, "if has_penalties(new)])", "if False])"),
+    # Admission, waiting and progress.
+    Plant("no watermark", SCHEDULER, "self._watermark * bool(self._running)", "0"),
+    Plant(
+        "watermark for one alone",
+        SCHEDULER,
+        "self._watermark * bool(self._running)",
+        "self._watermark",
+    ),
+    Plant("claims of running ones forgotten", SCHEDULER, "- int(claimed.sum())", ""),
+    Plant("watchdog asleep", SCHEDULER, "self._num_fruitless_steps += 1", "pass"),
+    Plant(
+        "recomputing taken for progress",
+        SCHEDULER,
+        "> self._rows.num_computed[plan.rows]",
+        "> 0",
+    ),
+    Plant(
+        "nobody fails where nobody runs",
+        SCHEDULER,
+        "elif self._running or len(",
+        "elif True or len(",
+    ),
+    Plant("line by arrival before place", QUEUES, "(*request.place, ", "(*request.place[::-1], "),
+    Plant(
+        "best priority last",
+        POLICY,
+        "return request.params.priority *",
+        "return -request.params.priority *",
+    ),
+    # Plans.
+    Plant(
+        "a token past the last", SCHEDULER, "is_live = num_sampled <", "is_live = num_sampled <="
+    ),
+    Plant(
+        "prompts before decode rows",
+        SCHEDULER,
+        "(rows[is_both], rows[is_live & ~is_decoding])",
+        "(rows[is_live & ~is_decoding], rows[is_both])",
+    ),
+    Plant(
+        "budget one too large",
+        SCHEDULER,
+        "np.int32), self._budget_tokens)",
+        "np.int32), self._budget_tokens + 1)",
+    ),
+    Plant(
+        "sampled inside a prompt", SCHEDULER, "is_sampled = ends == ", "is_sampled = ends + 1 >= "
+    ),
+    Plant(
+        "one token computed twice",
+        SCHEDULER,
+        "state.num_scheduled[rows] = ends",
+        "state.num_scheduled[rows] = ends - 1",
+    ),
+    Plant(
+        "last block forgotten",
+        SCHEDULER,
+        "missing = -(-ends // self._block_size) -",
+        "missing = ends // self._block_size -",
+    ),
+    Plant("table overwritten from its start", SCHEDULER, "index=held", "index=0"),
+    Plant("one list of blocks for all", SCHEDULER, "extend(block_ids[taken])", "extend(block_ids)"),
+    # Ends.
+    Plant(
+        "blocks freed and kept",
+        SCHEDULER,
+        "self._blocks.free(request.block_ids)\n        request.block_ids = []",
+        "self._blocks.free(request.block_ids)",
+    ),
+    Plant("blocks leaked", SCHEDULER, "self._blocks.free(request.block_ids)", "pass"),
+    Plant("row leaked", SCHEDULER, "self._rows.give_back(request.row)", "pass"),
+    Plant(
+        "stale order of rows",
+        ROWS,
+        "del self._in_use[row]\n        self._in_order = None",
+        "del self._in_use[row]",
+    ),
+    Plant(
+        "min_tokens one short",
+        SCHEDULER,
+        "num_output_tokens > request.params.min_tokens",
+        "num_output_tokens >= request.params.min_tokens",
+    ),
+    Plant(
+        "one token more",
+        SCHEDULER,
+        "if num_output_tokens >= request.max_tokens:",
+        "if num_output_tokens > request.max_tokens:",
+    ),
+    Plant(
+        "waiting requests cannot be aborted",
+        SCHEDULER,
+        "request = self._waiting.remove(request_id) or self._running.get(request_id)\n"
+        "        if request is None:",
+        "request = self._running.get(request_id)\n        if request is None:",
+    ),
+    Plant(
+        "a preempted one outlives its failed step",
+        SCHEDULER,
+        "request = self._waiting.remove(request_id) or self._running.get(request_id)\n"
+        "            if",
+        "request = self._running.get(request_id)\n            if",
+    ),
+    Plant(
+        "step in flight not waited for", ENGINE, "            self._wait_for_step_in_flight()\n", ""
+    ),
+    # Blocks.
+    Plant(
+        "shared block freed",
+        BLOCKS,
+        "self._ref_counts[blocks] -= 1",
+        "self._ref_counts[blocks] = 0",
+    ),
+    Plant(
+        "logical id freed for physical",
+        BLOCKS,
+        "self._free_device.push(self._physical_ids[gone[is_on_device]])",
+        "self._free_device.push(gone[is_on_device])",
+    ),
+    Plant(
+        "last block never given",
+        BLOCKS,
+        "if count > len(self._free_device)",
+        "if count >= len(self._free_device)",
+    ),
+    Plant(
+        "null block given",
+        BLOCKS,
+        "_FreeIds(range(1, num_device_blocks + 1))",
+        "_FreeIds(range(num_device_blocks))",
+    ),
+    Plant(
+        "freed block not found again",
+        BLOCKS,
+        "self._lowest = min(self._lowest, int(ids.min()))",
+        "pass",
+    ),
+    Plant("swapped block stays taken", BLOCKS, "source.push(sources)", "pass"),
+    # Batches.
+    Plant(
+        "slot off by one",
+        BUILDER,
+        "+ positions % self._block_size",
+        "+ (positions + 1) % self._block_size",
+    ),
+    Plant(
+        "position off by one",
+        BUILDER,
+        "first_position = np.repeat(context_lens -",
+        "first_position = np.repeat(context_lens + 1 -",
+    ),
+    Plant(
+        "length one short",
+        BUILDER,
+        "seq_lens = context_lens + query_lens",
+        "seq_lens = context_lens + query_lens - 1",
+    ),
+    Plant(
+        "token appended one early",
+        BUILDER,
+        "at = (plan.context_lens + plan.query_lens)[has_token]",
+        "at = (plan.context_lens + plan.query_lens - 1)[has_token]",
+    ),
+    Plant(
+        "bad logits appended",
+        BUILDER,
+        "has_token = token_ids > NO_TOKEN",
+        "has_token = token_ids >= NO_TOKEN",
+    ),
+    Plant("old block table", BUILDER, "self._block_table[new.row] = 0", "pass"),
+    Plant(
+        "padding at position 0",
+        DEVICE,
+        "fields.positions[num_tokens:] = -1",
+        "fields.positions[num_tokens:] = 0",
+    ),
+    Plant(
+        "padding in row 0",
+        DEVICE,
+        "fields.token_rows[num_tokens:] = self._null_row",
+        "fields.token_rows[num_tokens:] = 0",
+    ),
+)
+
+
+def find(plant: Plant) -> str | None:
+    """How the plant was killed, or None if it survived."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("pico_vllm", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        with (copy / "tests" / "conftest.py").open("a", encoding="utf-8") as file:
+            file.write(NO_SHRINKING)
+        path = copy / plant.file
+        text = path.read_text("utf-8")
+        assert text.count(plant.old) == 1, plant
+        path.write_text(text.replace(plant.old, plant.new), "utf-8")
+        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        for tests in RUNS:
+            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+            command += ["-m", "not slow and not gpu and not multigpu"]
+            try:
+                run = subprocess.run(
+                    command, cwd=copy, env=environment, timeout=TIMEOUT_S, text=True,
+                    capture_output=True,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return "hangs"
+            if run.returncode != 0:
+                found = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
+                return found[0].split(" - ")[0].split("/")[-1] if found else "does not start"
+    return None
+
+
+def main() -> None:
+    chosen = [
+        plant for plant in PLANTS if not sys.argv[1:] or any(w in plant.name for w in sys.argv[1:])
+    ]
+    survivors = []
+    for plant in chosen:
+        started = time.monotonic()
+        killer = find(plant)
+        if killer is None:
+            survivors.append(plant.name)
+        took = f"{time.monotonic() - started:4.0f} s"
+        print(f"{'SURVIVED' if killer is None else 'killed  '} {took}  {plant.name}: {killer}")
+        sys.stdout.flush()
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    if len(survivors) > MAX_SURVIVING * len(chosen):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
