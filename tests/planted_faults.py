@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 300
+TIMEOUT_S = 120
 MAX_SURVIVING = 1 / 15
 UNIT_TESTS = (
     "tests/unit/engine/test_batch_builder.py",

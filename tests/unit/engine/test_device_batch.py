@@ -106,9 +106,10 @@ def plan_row(params: SamplingParams) -> NewRow:
 
 def test_penalty_counts_after_a_late_step_and_a_preemption() -> None:
     """Whatever a row's last request left, one that enters has the counts of its own prompt and of
-    what it had generated before it was preempted."""
+    what it had generated before it was preempted; min_tokens counts from its prompt's end, and the
+    next token comes after both."""
     builder = _builder()
-    params = SamplingParams(presence_penalty=1.0)
+    params = SamplingParams(presence_penalty=1.0, min_tokens=4)
     counts_WC = builder.sampling.asked.counts_WC
     in_prompt = -(2**31)
     builder.stage(_plan(2, [50, 51, 50], [6], params), Shape(4, 1, is_decode=False))
@@ -119,6 +120,7 @@ def test_penalty_counts_after_a_late_step_and_a_preemption() -> None:
     builder.stage(again, Shape(8, 1, is_decode=False))
     assert counts_WC[2].nonzero()[:, 0].tolist() == [51, 52, 60]
     assert counts_WC[2, [51, 52, 60]].tolist() == [in_prompt + 1, in_prompt + 1, 1]
+    assert builder.sampling.asked.numbers_WF[2, [9, 10]].tolist() == [6, 5]
     assert not counts_WC[[0, 1, 3, 4]].any()
 
 

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
 from simulated import Clients, answer_alone, simulated_engine
 
 from pico_vllm.request import FinishReason, Request
@@ -303,3 +308,12 @@ TestEngineMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+@pytest.mark.slow
+def test_engine_machine_at_release_size() -> None:
+    """The same in longer lives and more of them."""
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(TestEngineMachine.settings, max_examples=10_000, stateful_step_count=300),
+    )
