@@ -80,7 +80,7 @@ def test_two_long_requests_and_short_ones(overlap: bool) -> None:
 def test_preemptions_at_every_step(overlap: bool, max_prompt_tokens: int | None) -> None:
     """One to four preemptions of a request, beginning at any of its steps and one or three steps
     apart, beside another that goes on: both answer as ever."""
-    for count, gap in itertools.product((1, 2, 3, 4), (1, 3)):
+    for count, gap in [(1, 1), *itertools.product((2, 3, 4), (1, 3))]:
         for first in range(26):
             clients = clients_of(overlap=overlap, max_prompt_tokens=max_prompt_tokens)
             hit = clients.add(33, 16, prompt_logprobs=0)
@@ -102,7 +102,7 @@ def test_abort_amid_a_prompt_and_reuse_of_its_blocks(overlap: bool) -> None:
     answered as if alone."""
     random = np.random.default_rng(0)
     clients = clients_of(overlap=overlap, num_blocks=9, budget=16)
-    for _ in range(1000):
+    for _ in range(1000 if overlap else 100):  # in the plain loop nothing is under way
         doomed = clients.add(64, 30)
         for _ in range(2):
             clients.step()
