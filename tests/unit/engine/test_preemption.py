@@ -245,6 +245,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.clients = Clients(self.engine)
         self.num_tokens = num_blocks * block_size
         self.num_failing = 0
+        """Requests in the steps that were made to raise. With overlap they learn of it a step
+        later."""
 
     @rule(data=st.data(), priority=st.integers(-2, 2), has_stops=st.booleans())
     def add(self, data: st.DataObject, priority: int, has_stops: bool) -> None:
@@ -278,7 +280,6 @@ class EngineMachine(RuleBasedStateMachine):
     def fail(self, is_launch: bool) -> None:
         """The next step raises, when it is launched or while it runs."""
         runner = self.engine._runner
-        num_failed = list(self.clients.ended.values()).count(FinishReason.ERROR)
 
         def raising(plan: StepPlan) -> Any:
             self.num_failing += len(plan.request_ids)
@@ -287,11 +288,8 @@ class EngineMachine(RuleBasedStateMachine):
         name = "launch" if is_launch else "on_run"
         original = getattr(runner, name)
         setattr(runner, name, raising)
-        before = self.num_failing
         self.clients.step()
         setattr(runner, name, original)
-        found = list(self.clients.ended.values()).count(FinishReason.ERROR) - num_failed
-        assert found <= self.num_failing - before
 
     def teardown(self) -> None:
         if hasattr(self, "clients"):
