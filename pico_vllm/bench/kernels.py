@@ -33,8 +33,8 @@ from pico_vllm.kernels.head_sample import (
 )
 from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import (
-    LONG_CONTEXT,
     DecodeScratch,
+    are_long,
     paged_decode_reference,
     rope_paged_decode,
 )
@@ -418,6 +418,7 @@ def decode_attention_case(sizes: Sizes, rows: int, context: int) -> KernelCase:
         ours_norm = twin_norm = norm
     scale = head_dim**-0.5
     scratch = DecodeScratch.allocate(rows, num_heads, num_kv_heads, head_dim, device)
+    is_long = are_long(np.full(rows, context - 1, np.int32))
 
     def layer_and_table(index: int) -> tuple[Tensor, Tensor, int]:
         layer, table = index % num_layers, index // num_layers
@@ -427,7 +428,7 @@ def decode_attention_case(sizes: Sizes, rows: int, context: int) -> KernelCase:
         k_BGSD, v_BGSD, table = layer_and_table(index)
         return rope_paged_decode(
             qkv_RND, rope.cos_PD, rope.sin_PD, k_BGSD, v_BGSD, tables[table], table_rows, seq_lens,
-            scale=scale, scratch=scratch, is_long=context >= LONG_CONTEXT, **ours_norm,
+            scale=scale, scratch=scratch, is_long=is_long, **ours_norm,
         )  # fmt: skip
 
     def twin(index: int) -> Tensor:

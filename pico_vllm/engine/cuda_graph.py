@@ -15,11 +15,10 @@ import logging
 from collections.abc import Callable
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 
 from pico_vllm.engine.device_batch import Shape
-from pico_vllm.kernels.paged_decode import LONG_CONTEXT
+from pico_vllm.kernels.paged_decode import are_long
 from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class CudaGraphs:
             size = _at_least(self._decode_sizes, num_requests)
             if size is None:
                 return None
-            return Shape(size, size, is_decode=True, is_long=is_long(plan))
+            return Shape(size, size, is_decode=True, is_long=are_long(plan.context_lens))
         tokens = _at_least(self._token_sizes, plan.num_tokens)
         requests = _at_least(self._request_sizes, num_requests)
         if tokens is None or requests is None:
@@ -114,11 +113,6 @@ class CudaGraphs:
         """Before the memory that graphs refer to goes away."""
         self._graphs.clear()
         self._pool = None
-
-
-def is_long(plan: StepPlan) -> bool:
-    """Whether a decoding request has a context that is worth more splits."""
-    return np.count_nonzero(plan.context_lens[: plan.num_decodes] >= LONG_CONTEXT) > 0
 
 
 def _at_least(sizes: list[int], wanted: int) -> int | None:

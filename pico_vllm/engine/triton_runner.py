@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pico_vllm.cache.triton_kv import TritonKV
-from pico_vllm.engine.cuda_graph import CudaGraphs, Tail, is_long
+from pico_vllm.engine.cuda_graph import CudaGraphs, Tail
 from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
 from pico_vllm.engine.model_runner import PendingResult
 from pico_vllm.engine.prompt_logprobs import PromptLogprobs
@@ -26,6 +26,7 @@ from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample
 from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
+from pico_vllm.kernels.paged_decode import are_long
 from pico_vllm.kernels.small_linear import MAX_ROWS
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
 from pico_vllm.layers.linear import Residual
@@ -309,7 +310,7 @@ def _exact_shape(plan: StepPlan) -> Shape:
         plan.num_tokens,
         num_requests,
         is_decode=is_decode,
-        is_long=plan.num_decodes > 0 and is_long(plan),
+        is_long=are_long(plan.context_lens[: plan.num_decodes]),
         is_fresh=not is_decode and not plan.context_lens[plan.num_decodes :].any(),
         num_decodes=plan.num_decodes,
     )

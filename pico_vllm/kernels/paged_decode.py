@@ -15,9 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pico_vllm.kernels.launch import (
@@ -33,7 +35,10 @@ MAX_SPLITS = 128
 COMBINE_D = 32
 """Of a head, what one program of the second kernel adds up."""
 LONG_CONTEXT = 2048
-"""Tokens from which on more splits pay."""
+"""Tokens from which on more splits pay for one request."""
+MANY_REQUESTS = 32
+LONG_ON_AVERAGE = 400
+"""From so many requests on, of so many tokens on average, more splits pay for all."""
 
 
 def paged_decode_reference(
@@ -360,18 +365,28 @@ def decode_config(
     )
 
 
+def are_long(context_lens: NDArray[np.int32]) -> bool:
+    """Whether contexts of decoding requests are to be cut into more splits. context_lens: [R],
+    tokens before this step."""
+    if np.count_nonzero(context_lens >= LONG_CONTEXT):
+        return True
+    num_requests = len(context_lens)
+    return num_requests >= MANY_REQUESTS and context_lens.sum() >= LONG_ON_AVERAGE * num_requests
+
+
 def num_splits(num_requests: int, num_kv_heads: int, *, is_long: bool) -> int:
-    """Enough programs for two on each of some 132 multiprocessors, four of the small ones;
-    is_long: there may be contexts of LONG_CONTEXT or more."""
+    """Enough programs for two on each of some 132 multiprocessors, six of the small ones where
+    contexts are long (are_long)."""
     num_pairs = num_requests * num_kv_heads
-    wanted = (528 if _are_many(num_pairs, is_long=is_long) else 264) // num_pairs
+    are_small = is_long and _are_many(num_pairs, is_long=True)
+    wanted = (792 if are_small else 264) // num_pairs
     most = MAX_SPLITS if is_long else MAX_SPLITS_IN_PLACE
     return max(1, min(most, 1 << (wanted.bit_length() - 1) if wanted else 1))
 
 
 def _are_many(num_pairs: int, *, is_long: bool) -> bool:
     """Whether small programs pay, for so many pairs of a request and a KV head."""
-    return num_pairs > (64 if is_long else 264)
+    return num_pairs >= (64 if is_long else 265)
 
 
 def paged_decode(

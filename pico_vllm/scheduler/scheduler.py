@@ -82,6 +82,11 @@ class Scheduler:
         )
         """The second term: to compute what preempted requests had, at most the pool, once more."""
         self._num_fruitless_steps = 0
+        # What every step of decoding requests alone says; plans are not to be written to.
+        self._ones = np.ones(max_num_seqs, np.int32)
+        self._ones.flags.writeable = False
+        self._all_true = self._ones.astype(np.bool_)
+        self._all_true.flags.writeable = False
 
     @property
     def num_waiting(self) -> int:
@@ -128,9 +133,12 @@ class Scheduler:
         if num_decoding < len(rows):
             rows = np.concatenate((rows[is_both], rows[is_live & ~is_decoding]))
         context_lens = state.num_scheduled[rows]
-        query_lens = state.num_tokens(rows) - context_lens
-        # There is always room for a token of each.
         has_prompts = self._keeps_kv and num_decoding < len(rows)
+        if self._keeps_kv and not has_prompts:
+            query_lens = self._ones[: len(rows)]
+        else:
+            query_lens = state.num_tokens(rows) - context_lens
+        # There is always room for a token of each.
         if has_prompts:
             of_prompts = query_lens[num_decoding:]
             np.minimum(of_prompts, self._max_prompt_tokens, out=of_prompts)
@@ -357,11 +365,14 @@ class Scheduler:
         nobody needs any."""
         state = self._rows
         ends, num_sampled = context_lens + query_lens, state.num_sampled[rows]
-        is_sampled = ends == state.num_entered[rows] + num_sampled
         num_decodes = 0
         if self._keeps_kv:
             num_decodes = int(np.count_nonzero(num_sampled))
             state.num_scheduled[rows] = ends
+        if num_decodes == len(rows):
+            is_sampled = self._all_true[:num_decodes]
+        else:
+            is_sampled = ends == state.num_entered[rows] + num_sampled
         state.num_sampled[rows] = num_sampled + is_sampled
         new_rows: list[NewRow] = []
         new_blocks: tuple[NewBlocks, ...] = ()

@@ -15,6 +15,7 @@ from pico_vllm.config.model import RopeConfig
 from pico_vllm.kernels.paged_decode import (
     DecodeConfig,
     DecodeScratch,
+    are_long,
     decode_config,
     paged_decode,
     paged_decode_reference,
@@ -294,9 +295,26 @@ def test_offsets_beyond_two_to_the_31() -> None:
 
 def test_number_of_splits_depends_on_the_batch_alone() -> None:
     """Few requests are cut into many splits, many into one."""
-    for is_long, expected in ((True, [128, 64, 16, 4, 4, 2, 1]), (False, [16, 16, 16, 4, 2, 1, 1])):
+    for is_long, expected in ((True, [128, 64, 16, 8, 4, 2, 1]), (False, [16, 16, 16, 4, 2, 1, 1])):
         configs = [decode_config(n, 2, 256, is_long=is_long) for n in (1, 2, 8, 32, 64, 128, 300)]
         assert [config.num_splits for config in configs] == expected
+
+
+@pytest.mark.parametrize(
+    ("context_lens", "expected"),
+    [
+        ([], False),
+        ([2047], False),
+        ([3, 2048], True),
+        ([2047] * 31, False),
+        ([400] * 32, True),
+        ([399] * 32, False),
+        ([100] * 100 + [2048], True),
+    ],
+)
+def test_contexts_are_long_alone_or_on_average(context_lens: list[int], expected: bool) -> None:
+    """One long context counts, and many of some length."""
+    assert are_long(np.array(context_lens, np.int32)) == expected
 
 
 def test_bad_shapes_are_refused() -> None:
