@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -44,6 +45,9 @@ from pico_vllm.kernels.head_sample import (
     gumbel_noise_of,
 )
 from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; up to so many requests each program has its own."""
 
 # Places of a row's numbers; the fp32 ones as their bits.
 TOP_K = tl.constexpr(0)  # 0 keeps all
@@ -404,6 +408,9 @@ def full_sample(
     """
     R = logits_RV.shape[0]
     check_scratch(logits_RV, vocab_size, scratch)
+    options: dict[str, Any] = launch_options(logits_RV.device)
+    if R > MULTIPROCESSORS:
+        options["maxnreg"] = 64  # of 128, for two programs on a multiprocessor
     _full_sample_kernel[(R,)](
         logits_RV, rows_R, positions_R, temperatures_W, seeds_W, sample_indices_W,
         asked.numbers_WF, asked.bias_ids_WB, asked.biases_WB, asked.ending_ids_WE,
@@ -411,5 +418,5 @@ def full_sample(
         vocab_size, logits_RV.stride(0), scratch.num_columns, asked.counts_WC.shape[1],
         NUM_NUMBERS=NUM_NUMBERS, MAX_BIASES=asked.bias_ids_WB.shape[1],
         MAX_ENDING_IDS=asked.ending_ids_WE.shape[1], BLOCK_V=candidates.BLOCK_V, BLOCK_IDS=256,
-        num_warps=16, **launch_options(logits_RV.device),
+        num_warps=16, **options,
     )  # fmt: skip
