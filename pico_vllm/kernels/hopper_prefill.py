@@ -15,39 +15,24 @@ launched without programmatic dependent launch: what comes after it may still us
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pico_vllm.kernels.gluon import (
+    DTYPES,
+    TensorDescriptor,
+    bring,
+    fence_async_shared,
+    gl,
+    gluon_jit,
+    has_hopper_gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from pico_vllm.kernels.paged_prefill import LOG2_E, paged_prefill_pool_reference
-
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    HAS_GLUON = True
-    gluon_jit: Callable[..., Any] = gluon.jit
-    # Triton 3.9 renamed it.
-    bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-except ImportError:
-    HAS_GLUON = False
-
-    def gluon_jit(**options: Any) -> Any:
-        return lambda function: function
-
 
 TILE_TOKENS = 64
 """Rows of a warpgroup's products; what Hopper's instruction takes."""
@@ -58,7 +43,6 @@ NUM_STAGES = 2
 HEADS_PER_PROGRAM = 2
 """Each takes four warps and what registers they can have: 232 a thread, the rest for the copies."""
 HEAD_DIMS = (64, 128)
-DTYPES = (torch.bfloat16, torch.float16)
 CONSUMER_REGISTERS = tl.constexpr(232)
 PRODUCER_REGISTERS = tl.constexpr(40)
 
@@ -342,18 +326,12 @@ def _hopper_prefill_kernel(
     )  # fmt: skip
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def can_take(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> bool:
     """Whether hopper_prefill runs on this device and takes these heads."""
     return (
-        HAS_GLUON
-        and _is_hopper(device)
+        has_hopper_gluon(device)
         and dtype in DTYPES
         and head_dim in HEAD_DIMS
         and _has_pairs(num_heads, num_kv_heads)

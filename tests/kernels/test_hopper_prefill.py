@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pairwise import pairwise
 from torch import Tensor
 
 from pico_vllm.kernels import hopper_prefill as source
+from pico_vllm.kernels.gluon import HAS_GLUON
 from pico_vllm.kernels.hopper_prefill import (
     HEAD_DIMS,
     can_take,
@@ -27,7 +27,7 @@ from pico_vllm.kernels.hopper_prefill import (
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALLOWED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """About twice what rounding the result and the weights to the dtype costs."""
-needs_gluon = pytest.mark.skipif(not source.HAS_GLUON, reason="this Triton has no Gluon")
+needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="this Triton has no Gluon")
 on_hopper = pytest.mark.skipif(
     not can_take(DEVICE, torch.bfloat16, 2, 1, 128), reason="needs a Hopper and Gluon"
 )
@@ -238,20 +238,6 @@ def test_arguments_that_are_refused() -> None:
     for arguments, keywords, message in cases:
         with pytest.raises(ValueError, match=message):
             hopper_prefill(*arguments, **({"scale": 1.0} | keywords))
-
-
-def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the module is imported all the same, and takes nothing."""
-    monkeypatch.setitem(sys.modules, "triton.experimental", None)
-    for name in [name for name in sys.modules if name.startswith("triton.experimental.")]:
-        monkeypatch.delitem(sys.modules, name)
-    without = types.ModuleType(source.__name__)
-    assert source.__spec__ is not None and source.__spec__.loader is not None
-    source.__spec__.loader.exec_module(without)
-    monkeypatch.setattr(without, "_is_hopper", lambda device: True)
-    assert not without.can_take(DEVICE, torch.bfloat16, 12, 2, 128)
-    monkeypatch.setattr(without, "HAS_GLUON", True)
-    assert without.can_take(DEVICE, torch.bfloat16, 12, 2, 128)
 
 
 def test_no_tokens() -> None:

@@ -1,0 +1,59 @@
+"""What kernels in Gluon share: its names, where this Triton has them.
+
+Gluon is a lower language inside Triton: layouts, barriers and copies are the kernel's own to place.
+Modules of such kernels import without it too, and their can_take then says no.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_init,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    HAS_GLUON = True
+    gluon_jit: Callable[..., Any] = gluon.jit
+    # Triton 3.9 renamed them.
+    bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+    sync_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+except ImportError:
+    HAS_GLUON = False
+    TensorDescriptor = Any
+    gl = mbarrier = fence_async_shared = bring = sync_threads = None
+    warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = None
+    gdc_launch_dependents = gdc_wait = None
+
+    def gluon_jit(**options: Any) -> Any:
+        return lambda function: function
+
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def has_hopper_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon for Hopper run there."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return HAS_GLUON and is_hopper
+
+
+__all__ = [
+    "DTYPES", "HAS_GLUON", "TensorDescriptor", "bring", "fence_async_shared",
+    "gdc_launch_dependents", "gdc_wait", "gl", "gluon_jit", "has_hopper_gluon", "mbarrier",
+    "sync_threads", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+]  # fmt: skip
