@@ -407,12 +407,10 @@ def small_linear(
     Source: split sums in the order of the splits, as Stream-K's fixup, arXiv:2301.03598.
     """
     M, (N, K) = x_MK.shape[0], weight_NK.shape
-    num_out = N // 2 if has_silu_mul else N
-    _check(x_MK, weight_NK, num_out, bias_N, norm_K, residual_MN, has_silu_mul)
-    if out is None:
-        out = torch.empty((M, num_out), dtype=x_MK.dtype, device=x_MK.device)
-    elif out.shape != (M, num_out) or out.dtype != x_MK.dtype or not out.is_contiguous():
-        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {x_MK.dtype} {(M, num_out)}")
+    if not 1 <= M <= MAX_ROWS:
+        raise ValueError(f"{M} rows; this kernel takes 1 to {MAX_ROWS}")
+    out = checked_out(x_MK, weight_NK, bias_N, norm_K, residual_MN, has_silu_mul, out)
+    num_out = out.shape[1]
     uses_gemv = is_gemv(M, N, K)
     if norm_K is not None and not uses_gemv and not keeps_norm(M, N, K):
         x_MK, norm_K = rms_norm(x_MK, norm_K, eps), None
@@ -452,18 +450,18 @@ def small_linear(
     return out
 
 
-def _check(
+def checked_out(
     x_MK: Tensor,
     weight_NK: Tensor,
-    num_out: int,
     bias_N: Tensor | None,
     norm_K: Tensor | None,
     residual_MN: Tensor | None,
     has_silu_mul: bool,
-) -> None:
+    out: Tensor | None,
+) -> Tensor:
+    """`out` or a new tensor. ValueError if shapes, dtypes or strides do not fit."""
     M, (N, K) = x_MK.shape[0], weight_NK.shape
-    if not 1 <= M <= MAX_ROWS:
-        raise ValueError(f"{M} rows; this kernel takes 1 to {MAX_ROWS}")
+    num_out = N // 2 if has_silu_mul else N
     if has_silu_mul and N % 2:
         raise ValueError(f"{N} weight rows are not a gate and an up of the same size")
     for name, tensor, shape in (
@@ -481,3 +479,8 @@ def _check(
             raise ValueError(f"dtypes differ: x {x_MK.dtype}, {name} {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+    if out is None:
+        return torch.empty((M, num_out), dtype=x_MK.dtype, device=x_MK.device)
+    if out.shape != (M, num_out) or out.dtype != x_MK.dtype or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {x_MK.dtype} {(M, num_out)}")
+    return out

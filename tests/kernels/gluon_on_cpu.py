@@ -1,9 +1,11 @@
 """Runs the source of a Gluon kernel for Hopper on the CPU.
 
-A thread a partition. What the hardware may do late happens late: copies land after a while,
-products read their operands when they are waited for, and what was stored to shared memory reaches
-products at the fence. So a wait too few gives wrong numbers, one too many a hang, which is an error
-after TIMEOUT_S. Layouts do nothing. Shared memory begins as NaN.
+A thread a partition. What the hardware may do late happens late: copies land after a while, in
+memory that is NaN until then, products read their operands when they are waited for, and what was
+stored to shared memory reaches products at the fence. So a wait too few gives wrong numbers, one
+too many a hang, which is an error after TIMEOUT_S. Layouts do nothing. Shared memory begins as NaN.
+Programs come in any order. A kernel that may start early finds NaN in what the kernel before
+writes (written_before) until it waits for it, and may itself write nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import random
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +28,19 @@ TIMEOUT_S = 20.0
 COPY_DELAYS_S = (0.0, 0.0, 5e-3)
 MAX_PRODUCT_DELAY_S = 3e-4
 _thread = threading.local()
-"""Of a partition: the program's id, products that run, stores that are not fenced."""
+"""Of a partition: the program's id, products that run, stores that are not fenced; of a program its
+barriers, and whether it has waited for the kernel before."""
+_written_before: list[Tensor] = []
+
+
+@contextmanager
+def written_before(*tensors: Tensor) -> Iterator[None]:
+    """Tensors that the kernel before the next ones writes."""
+    _written_before.extend(tensors)
+    try:
+        yield
+    finally:
+        _written_before.clear()
 
 
 def on_cpu(module: types.ModuleType) -> types.SimpleNamespace:
@@ -52,8 +67,9 @@ class _Barrier:
     def init(self, count: int) -> None:
         self.count = self.num_missing = count
 
-    def expect(self, num_bytes: int) -> None:
-        self._add(num_bytes, 1)
+    def expect(self, num_bytes: int, pred: Any = True) -> None:
+        if pred:
+            self._add(num_bytes, 1)
 
     def arrive(self, count: int) -> None:
         self._add(0, count)
@@ -102,7 +118,12 @@ class _Shared:
         return _Shared(self.values.permute(*order))
 
     def load(self, layout: None) -> Tensor:
-        return self.values.clone()
+        """Threads see their own stores without a fence."""
+        values = self.values
+        for memory, stored in _thread.stores:
+            if memory.data_ptr() == values.data_ptr() and memory.shape == values.shape:
+                values = stored
+        return values.clone()
 
     def store(self, values: Tensor) -> None:
         _thread.stores.append((self.values, values))
@@ -139,12 +160,22 @@ class _Kernel:
         return self.function(*arguments, **constants)
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+        def launch(
+            *arguments: Any, num_warps: int, launch_pdl: bool = False, **constants: Any
+        ) -> None:
             on_device = [_on_device(x) for x in arguments]
-            for program in itertools.product(*map(range, grid)):
+            programs = list(itertools.product(*map(range, grid)))
+            for program in random.sample(programs, len(programs)):
                 _thread.program = program
-                _thread.stores = []
+                _thread.products, _thread.stores, _thread.barriers = [], [], []
+                _thread.has_waited = not launch_pdl
+                if launch_pdl:
+                    _thread.values_before = [x.clone() for x in _written_before]
+                    for x in _written_before:
+                        x.fill_(float("nan"))
                 self.function(*on_device, **constants)
+                assert _thread.has_waited and not _thread.products and not _thread.stores
+                assert not any(barrier.num_bytes for barrier in _thread.barriers)
 
         return launch
 
@@ -155,13 +186,19 @@ def _on_device(x: Any) -> Any:
     return _Descriptor(x) if isinstance(x, TensorDescriptor) else x
 
 
-def _bring(source: _Descriptor, at: Sequence[Any], barrier: _Barrier, to: _Shared) -> None:
+def _bring(
+    source: _Descriptor, at: Sequence[Any], barrier: _Barrier, to: _Shared, pred: Any = True
+) -> None:
+    if not pred:
+        return
     row, column = (int(x) for x in at)
+    num_rows, num_columns = to.values.shape
+    # Read at once, which before the wait for the kernel before is the worst.
+    tile = source.values[row : row + num_rows, column : column + num_columns].clone()
+    to.values.fill_(float("nan"))
 
     def land() -> None:
         time.sleep(random.choice(COPY_DELAYS_S))
-        num_rows, num_columns = to.values.shape
-        tile = source.values[row : row + num_rows, column : column + num_columns]
         to.values.zero_()
         to.values[: tile.shape[0], : tile.shape[1]] = tile
         barrier.land(to.values.numel() * to.values.element_size())
@@ -183,8 +220,19 @@ def _mma_wait(num_outstanding: int, deps: Sequence[Any]) -> Any:
         a = a.values if isinstance(a, _Shared) else a
         product = a.float() @ b.values.float()
         result.append(product + _value(acc) if use_acc else product)
-    values = tuple(_value(x) for x in deps)
+    # One that may still run can only be added to by the next.
+    values = tuple(x if num_outstanding and _runs(x) else _value(x) for x in deps)
     return values if len(values) > 1 else values[0]
+
+
+def _runs(x: Any) -> bool:
+    return isinstance(x, _Product) and not x.result
+
+
+def _wait_for_kernel_before() -> None:
+    _thread.has_waited = True
+    for x, values in zip(_written_before, _thread.values_before, strict=True):
+        x.copy_(values)
 
 
 def _value(x: Any) -> Tensor:
@@ -207,11 +255,12 @@ def _warp_specialize(
 ) -> None:
     assert len(partitions) == len(num_warps) + 1 == len(num_registers) + 1
     _fence()
-    program = _thread.program
+    program, has_waited = _thread.program, _thread.has_waited
     errors = []
 
     def work(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         _thread.program, _thread.products, _thread.stores = program, [], []
+        _thread.has_waited = has_waited
         try:
             function(*arguments)
             assert not _thread.products and not _thread.stores
@@ -229,23 +278,39 @@ def _warp_specialize(
 
 def _allocate(dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Any:
     if layout == "barrier":
-        return _Barrier() if len(shape) == 1 else _Barriers(shape[0])
+        barriers = _Barriers(1 if len(shape) == 1 else shape[0])
+        _thread.barriers += barriers.barriers
+        return barriers.index(0) if len(shape) == 1 else barriers
     return _Shared(torch.full([int(x) for x in shape], float("nan"), dtype=dtype))
 
 
-def _load(pointer: _Pointer, mask: Any = True, other: Any = 0) -> Tensor:
-    """Of a scalar, as one, so that it has `to`."""
-    value = pointer.base[int(pointer.offset)] if bool(mask) else other
-    return torch.as_tensor(value).long()
+def _load(pointer: _Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "") -> Tensor:
+    if not isinstance(pointer.offset, Tensor) or pointer.offset.dim() == 0:
+        value = pointer.base[int(pointer.offset)] if bool(mask) else other
+        return torch.as_tensor(value).long()  # as one, so that it has `to`
+    at, mask = torch.broadcast_tensors(pointer.offset, torch.as_tensor(mask))
+    values = pointer.base.flatten()[torch.where(mask, at, 0)]
+    return torch.where(mask, values, torch.tensor(other, dtype=values.dtype))
 
 
-def _store(pointer: _Pointer, values: Tensor, mask: Tensor) -> None:
-    mask = mask.expand(values.shape)
+def _store(pointer: _Pointer, values: Any, mask: Any = True) -> None:
+    assert _thread.has_waited, "a store before the wait for the kernel before"
     base = pointer.base
     num_elements = base.untyped_storage().size() // base.element_size()
     memory = base.as_strided((num_elements,), (1,), 0)
-    at = base.storage_offset() + pointer.offset.expand(values.shape)
+    at, mask, values = torch.broadcast_tensors(
+        base.storage_offset() + torch.as_tensor(pointer.offset),
+        torch.as_tensor(mask),
+        torch.as_tensor(values, dtype=base.dtype),
+    )
     memory[at[mask]] = values[mask]
+
+
+def _atomic_add(pointer: _Pointer, value: int, sem: str) -> int:
+    assert sem == "acq_rel"
+    before = int(pointer.base[int(pointer.offset)])
+    _store(pointer, before + value)
+    return before
 
 
 def _where(condition: Any, a: Any, b: Any) -> Tensor:
@@ -259,15 +324,18 @@ def _no_layout(*arguments: Any) -> None:
 _LANGUAGE: dict[str, Any] = {
     "gl": types.SimpleNamespace(
         program_id=lambda axis: _thread.program[axis],
-        static_range=lambda stop: range(int(stop)),
+        static_range=lambda *bounds: range(*map(int, bounds)),
         load=_load,
         store=_store,
+        atomic_add=_atomic_add,
         where=_where,
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         max=lambda x, axis: x.amax(axis),
         sum=lambda x, axis: x.sum(axis),
+        exp=torch.exp,
         exp2=torch.exp2,
+        rsqrt=torch.rsqrt,
         arange=lambda start, end, layout: torch.arange(start, end),
         zeros=lambda shape, dtype, layout: torch.zeros(shape),
         full=lambda shape, value, dtype, layout: torch.full(shape, value),
@@ -275,24 +343,31 @@ _LANGUAGE: dict[str, Any] = {
         inline_asm_elementwise=lambda code, constraints, arguments, **options: arguments[0],
         allocate_shared_memory=_allocate,
         warp_specialize=_warp_specialize,
+        float16=torch.float16,
         float32=torch.float32,
         int64=torch.int64,
         BlockedLayout=_no_layout,
         DotOperandLayout=_no_layout,
         NVMMADistributedLayout=_no_layout,
         SliceLayout=_no_layout,
+        SwizzledSharedLayout=_no_layout,
         NVMMASharedLayout=gl.NVMMASharedLayout,
         bfloat16=gl.bfloat16,
     ),
     "mbarrier": types.SimpleNamespace(
         MBarrierLayout=lambda: "barrier",
         init=lambda barrier, count: barrier.init(count),
-        expect=lambda barrier, num_bytes: barrier.expect(num_bytes),
+        expect=lambda barrier, num_bytes, pred=True: barrier.expect(num_bytes, pred),
         arrive=lambda barrier, count: barrier.arrive(count),
         wait=lambda barrier, parity: barrier.wait(parity),
     ),
+    "launch_options": lambda device: {"USE_PDL": True, "launch_pdl": True},
+    "gdc_launch_dependents": lambda: None,
+    "gdc_wait": _wait_for_kernel_before,
+    "sync_threads": lambda: None,
     "bring": _bring,
     "fence_async_shared": _fence,
     "warpgroup_mma": _mma,
+    "warpgroup_mma_init": lambda acc: acc,
     "warpgroup_mma_wait": _mma_wait,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,17 +70,21 @@ def case(
     return Case(x_MK, (random(num_rows, K) * K**-0.5).to(DEVICE, dtype), options)
 
 
-def check(made: Case) -> None:
+def check(
+    made: Case,
+    run: Callable[[Case, LinearScratch, Tensor], None] = Case.run,
+    device: torch.device = DEVICE,
+) -> None:
     """Within twice the error of the PyTorch operations, each output written, each launch the same
     bits."""
     exact = made.as_fp32().reference()
     plain = made.reference().float()
-    scratch = LinearScratch.allocate(DEVICE)
+    scratch = LinearScratch.allocate(device)
     scratch.partials.fill_(float("nan"))
     bits = []
     for _ in range(2):  # the second launch meets the counters that the first one left
         out = torch.full_like(exact, float("nan"), dtype=made.x_MK.dtype)
-        made.run(scratch, out)
+        run(made, scratch, out)
         bits.append(out)
     largest = exact.abs().max()
     allowed = max(2 * (plain - exact).abs().max(), LEAST_ALLOWED[made.x_MK.dtype] * largest)
