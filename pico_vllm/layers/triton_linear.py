@@ -1,9 +1,10 @@
 """What the GPU runs in the place of plain linear layers and embeddings.
 
-Up to MAX_ROWS rows a product is bound by reading its weights: one kernel with its norm, bias,
-activation and residual. Above that cuBLAS, with kernels around it. Of two rows and more, only the
-first product of a layer and attention start early: with all of them a step of 8 requests of
-Qwen2.5-1.5B takes 1.41 ms on an H200, so 1.29, with none 1.35.
+Up to 64 rows a product is bound by reading its weights: one kernel with its norm, bias, activation
+and residual. Above that cuBLAS, with kernels around it. On a Hopper, 5 to 16 rows have a kernel
+whose programs all start early (hopper_linear). Of small_linear's, from two rows on, only the first
+product of a layer starts early, and attention: with all of them a step of 8 requests of
+Qwen2.5-1.5B took 1.41 ms on an H200, so 1.29, with none 1.35.
 
     M rows, T tokens this step, E hidden size, W rows of the batch state
 """
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.embed_tokens import embed_tokens
+from pico_vllm.kernels.hopper_linear import can_take, hopper_linear
 from pico_vllm.kernels.rms_norm import add_rms_norm, rms_norm
 from pico_vllm.kernels.silu_mul import silu_mul
 from pico_vllm.kernels.small_linear import LinearScratch, beats_cublas, small_linear
@@ -78,14 +80,20 @@ class TritonLinear(Linear):
     def _is_small(self, x_MK: Tensor) -> bool:
         return beats_cublas(x_MK.shape[0], *self.weight.shape)
 
-    def _small(self, x_MK: Tensor, **around: object) -> Tensor:
-        return small_linear(
-            x_MK,
-            self.weight.weight_NK,
-            bias_N=self.bias_N,
-            scratch=self._scratch,
-            **around,
-        )
+    def _small(
+        self,
+        x_MK: Tensor,
+        *,
+        has_silu_mul: bool = False,
+        starts_early: bool = True,
+        **around: object,
+    ) -> Tensor:
+        """Of which small_linear takes starts_early."""
+        weight_NK = self.weight.weight_NK
+        around |= {"has_silu_mul": has_silu_mul, "bias_N": self.bias_N, "scratch": self._scratch}
+        if can_take(x_MK.device, x_MK.dtype, len(x_MK), *weight_NK.shape, has_silu_mul):
+            return hopper_linear(x_MK, weight_NK, **around)
+        return small_linear(x_MK, weight_NK, starts_early=starts_early, **around)
 
 
 def _num_parts(M: int, N: int, K: int) -> int:

@@ -1,10 +1,15 @@
-"""Products of more rows than our own kernel takes."""
+"""Which kernel takes a product, and products of more rows than our own kernels take."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from pico_vllm.kernels.small_linear import small_linear_reference
+from pico_vllm.layers import triton_linear
 from pico_vllm.layers.linear import DenseWeight, Linear, Residual
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.triton_linear import TritonLayers
@@ -38,3 +43,53 @@ def test_the_sum_comes_normalised_where_k_is_cut(size: int, num_rows: int, is_cu
     alone = ours.added(x, Residual(residual.clone()))
     assert alone.normed_TE is None
     torch.testing.assert_close(alone.x_TE, expected.x_TE, rtol=1e-5, atol=1e-4)
+
+
+def test_products_that_hopper_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products of a layer go to hopper_linear with all their parts, but only where it can take
+    them."""
+    taken = []
+
+    def hopper(x_MK: Tensor, weight_NK: Tensor, **around: Any) -> Tensor:
+        assert around.pop("scratch") is not None
+        taken.append(
+            (tuple(weight_NK.shape), {name for name, x in around.items() if x is not None})
+        )
+        return small_linear_reference(x_MK, weight_NK, **around)
+
+    monkeypatch.setattr(triton_linear, "hopper_linear", hopper)
+    monkeypatch.setattr(
+        triton_linear, "can_take", lambda device, dtype, M, N, K, has_silu_mul: M == 6
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    norm = RMSNorm(random(64), 1e-5)
+    layers = TritonLayers(DEVICE)
+    weights = [DenseWeight(random(n, 64)) for n in (48, 64, 80)]
+    bias = random(48)
+    for num_rows in (3, 6):
+        x = random(num_rows, 64)
+        results = [
+            (
+                qkv.normed(norm, Residual(x)),
+                o.added(x, Residual(x.clone())).x_TE,
+                gate_up.normed_silu_mul(norm, Residual(x)),
+            )
+            for make in (layers.linear, Linear)
+            for qkv, o, gate_up in [
+                (make(weights[0], bias), make(weights[1], None), make(weights[2], None))
+            ]
+        ]
+        for ours, plain in zip(*results, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+        if num_rows == 3:
+            assert not taken
+    around = {"has_silu_mul", "eps", "norm_K"}
+    assert taken == [
+        ((48, 64), around | {"bias_N"}),
+        ((64, 64), {"has_silu_mul", "residual_MN"}),
+        ((80, 64), around),
+    ]
