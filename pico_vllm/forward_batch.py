@@ -31,8 +31,9 @@ class DeviceFeed:
     block_size: int
     is_long: bool
     """Whether decoding requests may have long contexts."""
-    is_fresh: bool
-    """Whether all keys of the requests that do not decode are of this step."""
+    fresh_request: int
+    fresh_token: int
+    """From this request and token on nobody has a context: all keys are of this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

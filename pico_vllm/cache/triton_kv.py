@@ -66,7 +66,7 @@ class TritonStep:
         self._batch = batch
         self._table_rows = batch.feed.table_rows
         self._is_long = batch.feed.is_long
-        self._starts: Tensor | None = None
+        self._starts_from: dict[int, Tensor] = {}
 
     def rotate_and_attend(
         self,
@@ -111,18 +111,30 @@ class TritonStep:
         qk_norm: tuple[Tensor, Tensor, float] | None,
         n: int,
     ) -> Tensor:
-        """The requests after the first n, whose tokens these are."""
+        """The requests after the first n, whose tokens these are. Those at the end that have no
+        context may have a kernel of their own."""
         kv, batch = self._kv, self._batch
         assert batch.feed is not None
-        k_BGSD, v_BGSD = kv.layers[layer]
-        q_rot_THD, k_rot_TGD, v_TGD = self._rotate_and_store(layer, qkv_TND, qk_norm, n)
-        starts = batch.query_start_loc if n == 0 else self._extend_starts(n)
-        if batch.feed.is_fresh and kv.takes_fresh:
-            return hopper_prefill(q_rot_THD, k_rot_TGD, v_TGD, starts, scale=kv.scale)
-        return paged_prefill(
-            q_rot_THD, k_BGSD, v_BGSD, batch.block_table, self._table_rows[n:], starts,
-            batch.seq_lens[n:], scale=kv.scale, new_kv_TGD=(k_rot_TGD, v_TGD),
-        )  # fmt: skip
+        fresh, fresh_token = batch.feed.fresh_request, batch.feed.fresh_token
+        if not kv.takes_fresh:
+            fresh, fresh_token = batch.seq_lens.shape[0], batch.num_tokens
+        rotated = self._rotate_and_store(layer, qkv_TND, qk_norm, n)
+        out_THD = torch.empty_like(rotated[0], memory_format=torch.contiguous_format)
+        num_older = fresh_token - n
+        if num_older:
+            q_rot_THD, *new_kv_TGD = (x[:num_older] for x in rotated)
+            paged_prefill(
+                q_rot_THD, *kv.layers[layer], batch.block_table, self._table_rows[n:fresh],
+                self._starts(n, fresh, n), batch.seq_lens[n:fresh],
+                scale=kv.scale, new_kv_TGD=tuple(new_kv_TGD), out=out_THD[:num_older],
+            )  # fmt: skip
+        if fresh_token < batch.num_tokens:
+            q_rot_THD, k_rot_TGD, v_TGD = (x[num_older:] for x in rotated)
+            starts = self._starts(fresh, batch.seq_lens.shape[0], fresh_token)
+            hopper_prefill(
+                q_rot_THD, k_rot_TGD, v_TGD, starts, scale=kv.scale, out=out_THD[num_older:]
+            )
+        return out_THD
 
     def _extend_last(
         self, layer: int, qkv_TND: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None
@@ -156,8 +168,10 @@ class TritonStep:
         q_rot_THD, k_rot_TGD = rotated_TND.tensor_split([-num_kv_heads], 1)
         return q_rot_THD, k_rot_TGD, qkv_TND[:, -num_kv_heads:]
 
-    def _extend_starts(self, n: int) -> Tensor:
-        """query_start_loc counted from the first token after n decoding requests."""
-        if self._starts is None:
-            self._starts = self._batch.query_start_loc[n:] - n
-        return self._starts
+    def _starts(self, first: int, last: int, token: int) -> Tensor:
+        """query_start_loc of the requests from first to before last, counted from a token."""
+        if token == 0:
+            return self._batch.query_start_loc[: last + 1]
+        if first not in self._starts_from:
+            self._starts_from[first] = self._batch.query_start_loc[first : last + 1] - token
+        return self._starts_from[first]

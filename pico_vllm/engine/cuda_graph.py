@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import torch
 
-from pico_vllm.engine.device_batch import Shape
+from pico_vllm.engine.device_batch import Shape, fresh_shape
 from pico_vllm.kernels.paged_decode import are_long
 from pico_vllm.step import StepPlan
 
@@ -80,7 +80,9 @@ class CudaGraphs:
         if tokens is None or requests is None:
             return None
         # Decoding requests are extended by one token like the others.
-        return Shape(tokens, requests, is_decode=False, is_fresh=not plan.context_lens.any())
+        if plan.context_lens.any():
+            return Shape(tokens, requests, is_decode=False)
+        return fresh_shape(tokens, requests)
 
     def has(self, shape: Shape, tail: Tail) -> bool:
         return (shape, tail) in self._graphs

@@ -48,10 +48,11 @@ class Shape:
     is_decode: bool
     is_long: bool = False
     """Decoding with long contexts, which attention cuts otherwise."""
-    is_fresh: bool = False
-    """Requests that do not decode have no context: attention needs no pool."""
     num_decodes: int = 0
     """Of a mixed batch made for one step: its first requests decode."""
+    num_fresh: int = 0
+    """How many requests at the end have no context: their attention needs no pool."""
+    num_fresh_tokens: int = 0
 
     def fields(self) -> list[slice]:
         """Where the fields of a packed copy lie, in words: each starts at 16 bytes, since kernels
@@ -62,6 +63,14 @@ class Shape:
             found.append(slice(at, at + size))
             at += -(-size // 4) * 4
         return found
+
+
+def fresh_shape(num_tokens: int, num_requests: int) -> Shape:
+    """Of prompts without a context."""
+    return Shape(
+        num_tokens, num_requests, is_decode=False,
+        num_fresh=num_requests, num_fresh_tokens=num_tokens,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +307,8 @@ class DeviceBatchBuilder:
                 sample_at=sample_at,
                 block_size=self._block_size,
                 is_long=shape.is_long,
-                is_fresh=shape.is_fresh,
+                fresh_request=shape.num_requests - shape.num_fresh,
+                fresh_token=T - shape.num_fresh_tokens,
             ),
         )
         return _ForShape(batch, {})

@@ -120,7 +120,7 @@ def profile_activations(
     Runs them on padding, so it needs no KV. Raises ConfigError where even that does not fit.
     """
     from pico_vllm.engine.cuda_graph import MAX_EXTEND_TOKENS
-    from pico_vllm.engine.device_batch import Shape
+    from pico_vllm.engine.device_batch import Shape, fresh_shape
     from pico_vllm.kernels.launch import compiled_in_parallel
 
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
@@ -141,7 +141,7 @@ def profile_activations(
                 largest,
                 largest_in_graph,
                 Shape(min(tokens, 128), 1, is_decode=False),
-                Shape(min(tokens, 128), 1, is_decode=False, is_fresh=True),
+                fresh_shape(min(tokens, 128), 1),
                 Shape(1, 1, is_decode=True),
             ):
                 runner.run_padding(shape, "full")

@@ -306,11 +306,14 @@ class TritonRunner:
 def _exact_shape(plan: StepPlan) -> Shape:
     num_requests = len(plan.rows)
     is_decode = plan.num_decodes == num_requests
+    has_context = np.flatnonzero(plan.context_lens)
+    first_fresh = max(plan.num_decodes, int(has_context[-1]) + 1 if len(has_context) else 0)
     return Shape(
         plan.num_tokens,
         num_requests,
         is_decode=is_decode,
         is_long=are_long(plan.context_lens[: plan.num_decodes]),
-        is_fresh=not is_decode and not plan.context_lens[plan.num_decodes :].any(),
         num_decodes=plan.num_decodes,
+        num_fresh=num_requests - first_fresh,
+        num_fresh_tokens=int(plan.query_lens[first_fresh:].sum()),
     )

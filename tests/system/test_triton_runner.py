@@ -12,8 +12,10 @@ import torch
 from tiny import greedy
 
 from pico_vllm import LLM, SamplingParams
+from pico_vllm.cache import triton_kv
 from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
+from pico_vllm.kernels.hopper_prefill import hopper_prefill_reference
 from pico_vllm.layers.linear import Linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,6 +100,40 @@ def test_plain_layers_around_triton_attention(model: Path, settings: dict[str, s
         found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
         llm.engine.check_invariants()
     assert found == wanted
+
+
+def test_fresh_prompts_beside_older_ones(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kernel for fresh prompts is there it gets those alone, each from its first token on,
+    beside decoding requests and later chunks in one step; answers stay the same."""
+    seen: list[list[int]] = []
+
+    def attend_fresh(*tensors: torch.Tensor, scale: float, out: torch.Tensor) -> torch.Tensor:
+        seen.append(tensors[3].tolist())
+        return out.copy_(hopper_prefill_reference(*(x.cpu() for x in tensors), scale=scale))
+
+    monkeypatch.setattr(triton_kv, "can_take", lambda *_: True)
+    monkeypatch.setattr(triton_kv, "hopper_prefill", attend_fresh)
+    prompts = [[11], list(range(7, 17)), [5, 9, 200]]
+    params = [greedy(4), *[greedy(1, prompt_logprobs=0)] * 2]
+    settings = SETTINGS | {"kernels": "attention", "max_num_seqs": 3, "cuda_graph": "off"}
+    with LLM(str(model), **PLAIN) as llm:
+        wanted = llm.generate(prompts, params)
+    with LLM(str(model), **settings) as llm:
+        # Steps of 1 + 7, of 1 + 3 + 3, and of decoding.
+        found = llm.generate(prompts, params)
+    assert seen == [[0, 1, 8], [0, 3]]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        values = [
+            [
+                entry.logprob
+                for each in output.prompt_logprobs or ()
+                if each
+                for entry in each.values()
+            ]
+            for output in (ours, theirs)
+        ]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 def test_every_kind_of_request_with_overlap(model: Path) -> None:
