@@ -72,7 +72,7 @@ class EngineConfig:
     attention and KV cache with PyTorch's operations around them; auto is triton on a GPU."""
     cuda_graph: str = "lazy"
     """On a GPU: lazy captures a graph when a batch size first comes up, eager-start captures all of
-    decoding at start, off launches kernel by kernel."""
+    decoding with short contexts at start and the others lazily, off launches kernel by kernel."""
     overlap: str = "auto"
     """on launches a step before the ids of the one before it are read; auto is on with
     triton and attention."""

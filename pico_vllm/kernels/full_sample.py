@@ -44,10 +44,12 @@ from pico_vllm.kernels.head_sample import (
     gumbel_noise,
     gumbel_noise_of,
 )
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
-
-MULTIPROCESSORS = 132
-"""Of an H100 or H200; up to so many requests each program has its own."""
+from pico_vllm.kernels.launch import (
+    NUM_MULTIPROCESSORS,
+    launch_options,
+    let_next_start,
+    wait_for_inputs,
+)
 
 # Places of a row's numbers; the fp32 ones as their bits.
 TOP_K = tl.constexpr(0)  # 0 keeps all
@@ -409,7 +411,7 @@ def full_sample(
     R = logits_RV.shape[0]
     check_scratch(logits_RV, vocab_size, scratch)
     options: dict[str, Any] = launch_options(logits_RV.device)
-    if R > MULTIPROCESSORS:
+    if R > NUM_MULTIPROCESSORS:
         options["maxnreg"] = 64  # of 128, for two programs on a multiprocessor
     _full_sample_kernel[(R,)](
         logits_RV, rows_R, positions_R, temperatures_W, seeds_W, sample_indices_W,

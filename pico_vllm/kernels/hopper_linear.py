@@ -37,7 +37,7 @@ from pico_vllm.kernels.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from pico_vllm.kernels.launch import launch_options
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
 from pico_vllm.kernels.small_linear import LinearScratch, checked_out, small_linear_reference
 
 hopper_linear_reference = small_linear_reference
@@ -49,7 +49,6 @@ BLOCK_N = 64
 """Weight rows of a product, what Hopper's instruction takes; rows of x are its columns."""
 MAX_SHARED_BYTES = 115712
 """Of a program, for two a multiprocessor: 228 KiB, of which each takes 1 KiB more than it asks."""
-NUM_MULTIPROCESSORS = 132
 
 
 @gluon_jit()

@@ -20,6 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+NUM_MULTIPROCESSORS = 132
+"""Of an H100 or H200, for which tiles are chosen."""
+
 
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:

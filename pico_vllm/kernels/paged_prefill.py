@@ -25,7 +25,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import (
+    NUM_MULTIPROCESSORS,
+    launch_options,
+    let_next_start,
+    wait_for_inputs,
+)
 from pico_vllm.kernels.store_kv import check_pool
 
 LOG2_E = 1.4426950408889634
@@ -272,7 +277,7 @@ def choose_config(
         return PrefillConfig(block_m=32, block_n=block_n, num_warps=8, num_stages=1)
     # Large tiles read the KV less often; small ones while there are not enough for all of some 132
     # multiprocessors.
-    if num_tokens * num_heads < 128 * 132:
+    if num_tokens * num_heads < 128 * NUM_MULTIPROCESSORS:
         num_warps = 4 if head_dim <= 128 else 8
         return PrefillConfig(block_m=64, block_n=64, num_warps=num_warps, num_stages=2)
     if head_dim == 128 and has_new:

@@ -19,7 +19,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import (
+    NUM_MULTIPROCESSORS,
+    launch_options,
+    let_next_start,
+    wait_for_inputs,
+)
 from pico_vllm.kernels.rms_norm import rms_norm
 
 MAX_ROWS = 64
@@ -297,8 +302,8 @@ class LinearScratch:
     counters: Tensor
     """[MAX_SPLIT_TILES] int32, zeros between launches."""
 
-    MAX_PARTIALS = 132 * 65 * 64
-    MAX_SPLIT_TILES = 132
+    MAX_PARTIALS = NUM_MULTIPROCESSORS * 65 * 64
+    MAX_SPLIT_TILES = NUM_MULTIPROCESSORS
 
     @classmethod
     def allocate(cls, device: torch.device) -> LinearScratch:
@@ -349,7 +354,7 @@ def skinny_options(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> dic
     """
     block_n, num_splits = 64, 1
     if N < 8192:
-        num_splits = max(1, min(K // 512, 132 // -(-N // block_n)))
+        num_splits = max(1, min(K // 512, NUM_MULTIPROCESSORS // -(-N // block_n)))
     if has_norm:
         block_k, num_stages, num_warps = (256, 1, 8) if N < 8192 else (128, 1, 4)
     elif N >= 8192:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.embed_tokens import embed_tokens
 from pico_vllm.kernels.hopper_linear import can_take, hopper_linear
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS
 from pico_vllm.kernels.rms_norm import add_rms_norm, rms_norm
 from pico_vllm.kernels.silu_mul import silu_mul
 from pico_vllm.kernels.small_linear import LinearScratch, beats_cublas, small_linear
@@ -105,7 +106,8 @@ def _num_parts(M: int, N: int, K: int) -> int:
     if M > MAX_ROWS_IN_PARTS:
         return 1
     num_tiles = -(-M // 128) * -(-N // 128)
-    fitting = (n for n in range(min(MAX_PARTS, 132 // num_tiles), 1, -1) if K % (64 * n) == 0)
+    most = min(MAX_PARTS, NUM_MULTIPROCESSORS // num_tiles)
+    fitting = (n for n in range(most, 1, -1) if K % (64 * n) == 0)
     return next((n for n in fitting if K // n >= MIN_PART), 1)
 
 
