@@ -59,6 +59,9 @@ class StepPlan:
     """Plans of a scheduler are numbered in the order in which they are launched."""
     new_rows: tuple[NewRow, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
+    repeats: bool = False
+    """Whether the requests are those of the plan before, which all decoded in it and decode on: a
+    runner may use again what it made for that one."""
 
     @property
     def num_tokens(self) -> int:

@@ -47,7 +47,7 @@ class EngineConfig:
     """Most requests that run at once; None is 256 on a GPU, 32 on a CPU."""
     max_num_batched_tokens: int | None = None
     """Most tokens computed in one step: decode rows first, then prompt chunks; None is 8192 on a
-    GPU, 2048 on a CPU."""
+    GPU, beside a token for each of max_num_seqs, and 2048 on a CPU."""
     block_size: int = 16
     """Tokens in a KV block."""
     num_kv_blocks: int | None = None
@@ -227,7 +227,7 @@ class EngineConfig:
         if max_num_seqs is None:
             max_num_seqs = min(256 if is_gpu else 32, max_tokens or 1 << 20)
         if max_tokens is None:
-            max_tokens = max(8192 if is_gpu else 2048, max_num_seqs)
+            max_tokens = 8192 + max_num_seqs if is_gpu else max(2048, max_num_seqs)
         kernels = self.kernels
         if kernels == "auto":
             kernels = "triton" if is_gpu and self.kv == "paged" else "plain"

@@ -143,6 +143,8 @@ class TritonRunner:
         self._events = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else None
         self._views: dict[tuple[int, int], _Copies] = {}
         self.graphs: CudaGraphs | None = None
+        self._last: tuple[Shape, Tail] | None = None
+        """Of the step before, where it was a graph's."""
         self._uncapturable: set[tuple[Shape, Tail]] = set()
         if has_graphs:
             self.graphs = CudaGraphs(
@@ -153,6 +155,10 @@ class TritonRunner:
             )
 
     def launch(self, plan: StepPlan) -> PendingResult:
+        if plan.repeats and self._last is not None:
+            shape, tail = self._last
+            if shape.is_long or not are_long(plan.context_lens):  # which grow
+                return self._replay(plan, shape, tail)
         for new in plan.new_rows:
             self._sampling.enter(new)
             self._prompt_logprobs.start(new)
@@ -162,11 +168,16 @@ class TritonRunner:
         tail: Tail = "full" if needs_full else "sample"
         shape = None if wants_prompt else self._graph_for(plan, tail)
         if shape is not None:
-            assert self.graphs is not None
-            batch = self._batch_builder.stage(plan, shape)
-            self.graphs.replay(shape, tail)
-            return self._send(plan, batch, tail, {})
+            return self._replay(plan, shape, tail)
+        self._last = None
         return self._launch_eagerly(plan, tail, wants_prompt=wants_prompt)
+
+    def _replay(self, plan: StepPlan, shape: Shape, tail: Tail) -> PendingResult:
+        assert self.graphs is not None
+        batch = self._batch_builder.stage(plan, shape)
+        self.graphs.replay(shape, tail)
+        self._last = shape, tail
+        return self._send(plan, batch, tail, {})
 
     @torch.inference_mode()
     def _launch_eagerly(self, plan: StepPlan, tail: Tail, *, wants_prompt: bool) -> PendingResult:

@@ -46,6 +46,9 @@ from pico_vllm.step import BAD_LOGITS, NO_TOKEN, NewBlocks, NewRow, StepPlan, St
 WATERMARK = 0.03
 """Part of the pool that must stay free when a request enters beside others: without it, one that
 just entered would be preempted for the next block of an older one (docs/log.md has figures)."""
+ENOUGH_TOKENS = 2048
+"""Of other prompts in a step, from which on a prompt is not cut that the next step takes whole: the
+time of such steps goes by their tokens, and those of a prompt's second piece take longer."""
 
 
 class Scheduler:
@@ -82,6 +85,10 @@ class Scheduler:
         )
         """The second term: to compute what preempted requests had, at most the pool, once more."""
         self._num_fruitless_steps = 0
+        self._last_plan: StepPlan | None = None
+        """Where all that run decoded in it."""
+        self._num_repeats = 0
+        """Steps until one of its requests needs a block or has its last token under way."""
         # What every step of decoding requests alone says; plans are not to be written to.
         self._ones = np.ones(max_num_seqs, np.int32)
         self._ones.flags.writeable = False
@@ -124,12 +131,14 @@ class Scheduler:
         self._watch_progress()
         self._admit()
         rows, state = self._rows.in_order(), self._rows
+        if self._num_repeats > 0 and self._last_plan is not None and rows is self._last_plan.rows:
+            return self._repeat(self._last_plan)
         num_sampled = state.num_sampled[rows]
         # One whose last token is under way has nothing left to compute.
         is_live = num_sampled < state.max_sampled[rows]
         is_decoding = num_sampled > 0
         is_both = is_live & is_decoding
-        num_decoding = np.count_nonzero(is_both)
+        num_decoding = int(np.count_nonzero(is_both))
         if num_decoding < len(rows):
             rows = np.concatenate((rows[is_both], rows[is_live & ~is_decoding]))
         context_lens = state.num_scheduled[rows]
@@ -144,9 +153,12 @@ class Scheduler:
             np.minimum(of_prompts, self._max_prompt_tokens, out=of_prompts)
         if has_prompts and query_lens.sum() > self._budget_tokens:
             # Each takes what those before it leave of the budget.
-            ends = np.minimum(np.cumsum(query_lens, dtype=np.int32), self._budget_tokens)
+            wanted = query_lens
+            ends = np.minimum(np.cumsum(wanted, dtype=np.int32), self._budget_tokens)
             query_lens = np.diff(ends, prepend=np.int32(0))
-            num_scheduled = np.count_nonzero(query_lens)
+            num_scheduled = int(np.count_nonzero(query_lens))
+            if not self._is_last_to_be_cut(wanted, query_lens, num_scheduled, num_decoding):
+                num_scheduled -= 1
             rows, context_lens, query_lens = (
                 each[:num_scheduled] for each in (rows, context_lens, query_lens)
             )
@@ -235,6 +247,20 @@ class Scheduler:
             token_ids=(NO_TOKEN,) * len(request_ids),
             finish_reasons=(FinishReason.ERROR,) * len(request_ids),
         )
+
+    def _is_last_to_be_cut(
+        self,
+        wanted: NDArray[np.int32],
+        query_lens: NDArray[np.int32],
+        num_scheduled: int,
+        num_decoding: int,
+    ) -> bool:
+        """Whether the last of the scheduled requests may get less than it wants. In the next step
+        it is the first prompt, which may."""
+        before = query_lens[: num_scheduled - 1]
+        fits_next = wanted[num_scheduled - 1] + len(before) <= self._budget_tokens
+        is_cut = query_lens[num_scheduled - 1] < wanted[num_scheduled - 1]
+        return not (is_cut and fits_next and before[num_decoding:].sum() >= ENOUGH_TOKENS)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -354,6 +380,27 @@ class Scheduler:
         self._waiting.put_back(request)
         self._release(request)
 
+    def _repeat(self, last: StepPlan) -> StepPlan:
+        """The plan after one in which all decoded, while nothing else happens: most steps of few
+        requests, whose time is the host's more than that of many."""
+        state, rows = self._rows, last.rows
+        state.num_scheduled[rows] += 1
+        state.num_sampled[rows] += 1
+        self._num_repeats -= 1
+        number = self._num_plans
+        self._num_plans += 1
+        self._last_plan = StepPlan(
+            number=number,
+            request_ids=last.request_ids,
+            rows=rows,
+            context_lens=last.context_lens + self._ones[: len(rows)],
+            query_lens=last.query_lens,
+            is_sampled=last.is_sampled,
+            num_decodes=last.num_decodes,
+            repeats=True,
+        )
+        return self._last_plan
+
     def _make_plan(
         self,
         rows: NDArray[np.int32],
@@ -382,7 +429,7 @@ class Scheduler:
             new_blocks = self._extend_tables(rows, missing)
         number = self._num_plans
         self._num_plans += 1
-        return StepPlan(
+        plan = StepPlan(
             number=number,
             request_ids=state.request_ids(rows),
             rows=rows,
@@ -393,6 +440,13 @@ class Scheduler:
             new_rows=tuple(new_rows),
             new_blocks=new_blocks,
         )
+        self._last_plan = None
+        if num_decodes == len(rows) and rows is state.in_order():
+            tokens_left = state.max_sampled[rows] - state.num_sampled[rows]
+            slots_left = state.num_blocks[rows] * self._block_size - ends
+            self._num_repeats = int(np.minimum(tokens_left, slots_left).min())
+            self._last_plan = plan
+        return plan
 
     def _extend_tables(
         self, rows: NDArray[np.int32], missing: NDArray[np.int32]

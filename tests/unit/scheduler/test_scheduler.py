@@ -15,6 +15,7 @@ from simulated import SimulatedRunner, answer_alone, make_request
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
+from pico_vllm.scheduler import scheduler as scheduler_module
 from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.step import BAD_LOGITS, NO_TOKEN, StepPlan, StepResult
@@ -83,6 +84,12 @@ class World:
             assert not self.unfinished(), "nothing to do with requests left"
             return None
         self.check_plan(plan)
+        return plan
+
+    def plan_and_commit(self) -> StepPlan | None:
+        plan = self.plan()
+        if plan is not None:
+            self.take(self.scheduler.commit(plan, self.runner.run(plan)))
         return plan
 
     def step(self) -> StepEvents:
@@ -283,6 +290,54 @@ def test_the_budget_is_used_up() -> None:
         world.take(world.scheduler.commit(plan, world.runner.run(plan)))
     assert query_lens == [[15, 5], [1, 10, 9], [1, 1, 6]]
     world.run()
+    world.check_done()
+
+
+def test_a_prompt_that_the_next_step_takes_whole_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From some tokens of other prompts on; the first prompt of a step is cut all the same."""
+    monkeypatch.setattr(scheduler_module, "ENOUGH_TOKENS", 15)
+    world = World(num_blocks=32, budget=20, max_num_seqs=8)
+    for prompt_len in (15, 15, 4, 18, 30):
+        world.add(prompt_len, 6)
+    plans = [world.plan_and_commit() for _ in range(6)]
+    assert [plan.query_lens.tolist() for plan in plans] == [
+        [15],  # five more would fit, and fifteen do in the next step
+        [1, 15, 4],
+        [1, 1, 1, 17],  # 18 do not fit beside those that decode
+        [1, 1, 1, 1, 16],  # the first prompt's last token is not another prompt of 15
+        [1, 1, 1, 1, 14],
+        [1, 1, 1, 1, 1],
+    ]
+    world.run()
+    world.check_done()
+
+
+def test_a_step_like_the_last_one_is_planned_like_it() -> None:
+    """Steps in which the same requests decode are made from the one before, and are the same."""
+    world, plain = World(num_blocks=16, block_size=4), World(num_blocks=16, block_size=4)
+    num_repeats = 0
+    for step in range(40):
+        if step in (0, 3, 9):
+            for each in (world, plain):
+                each.add(3 + step, 9 + step)
+        plain.scheduler._last_plan = None
+        ours, theirs = world.plan_and_commit(), plain.plan_and_commit()
+        if theirs is None:
+            assert ours is None
+            break
+        assert ours is not None and not theirs.repeats
+        num_repeats += ours.repeats
+        for name in StepPlan.__dataclass_fields__:
+            if name not in ("repeats", "new_rows", "new_blocks"):
+                mine, other = getattr(ours, name), getattr(theirs, name)
+                assert np.array_equal(mine, other), (step, name, mine, other)
+                assert getattr(mine, "dtype", None) == getattr(other, "dtype", None), name
+        assert [list(b.block_ids) for b in ours.new_blocks] == [
+            list(b.block_ids) for b in theirs.new_blocks
+        ]
+    assert num_repeats >= 8
     world.check_done()
 
 
