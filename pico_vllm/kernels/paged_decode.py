@@ -101,23 +101,23 @@ def _kv_tile(
     return k, v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, out_ptr,
     partial_ptr, stats_ptr, counter_ptr,
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     scale_log2, eps,
-    q_stride, block_stride, head_stride, table_stride,
+    q_stride, block_stride, head_stride, table_stride, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     GROUP_POW2: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, UNROLL: tl.constexpr,
-    MOST_IN_PLACE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
+    IS_IN_PLACE: tl.constexpr, MOST_IN_PLACE: tl.constexpr, NUM_STAGES: tl.constexpr,
     IS_FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(USE_PDL)
     pid = tl.program_id(0)
-    pair, split = pid // NUM_SPLITS, pid % NUM_SPLITS
+    pair, split = pid // num_splits, pid % num_splits
     r, g = pair // NUM_KV_HEADS, pair % NUM_KV_HEADS
     # Lengths, tables and the KV of earlier steps lie complete before the step's first kernel.
     seq_len = tl.load(seq_lens_ptr + r)
@@ -125,7 +125,7 @@ def _paged_decode_kernel(
     table_ptr += row.to(tl.int64) * table_stride
     num_cached = seq_len - IS_FUSED  # the fused kernel brings the last token itself
     num_tiles = tl.cdiv(num_cached, BLOCK_N)
-    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), 1)
     start = split * tiles_per_split * BLOCK_N
     end = tl.minimum(start + tiles_per_split * BLOCK_N, num_cached)
     num_used = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
@@ -202,14 +202,14 @@ def _paged_decode_kernel(
         if NUM_STAGES == 1:
             k, v = next_k, next_v
 
-    if (num_used > 1) | (NUM_SPLITS > MOST_IN_PLACE):
-        stats_ptr += pair * NUM_SPLITS * GROUP * 2
-        partial_ptr += pair.to(tl.int64) * NUM_SPLITS * GROUP * D
+    if (num_used > 1) | (not IS_IN_PLACE):
+        stats_ptr += pair * num_splits * GROUP * 2
+        partial_ptr += pair.to(tl.int64) * num_splits * GROUP * D
         tl.store(stats_ptr + (split * GROUP + heads) * 2, highest, mask=head_mask)
         tl.store(stats_ptr + (split * GROUP + heads) * 2 + 1, total, mask=head_mask)
         partials = partial_ptr + (split * GROUP + heads[:, None]) * D + d[None, :]
         tl.store(partials, acc, mask=hd_mask)
-        if NUM_SPLITS > MOST_IN_PLACE:
+        if not IS_IN_PLACE:
             return
         tl.debug_barrier()  # all threads have stored before one of them says so
         num_done = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
@@ -219,7 +219,7 @@ def _paged_decode_kernel(
         tl.store(counter_ptr + pair, 0)
         _add_splits(
             partial_ptr, stats_ptr, out_ptr + pair * GROUP * D, num_used,
-            GROUP, GROUP_POW2, D, D_PAD, NUM_SPLITS, UNROLL,
+            GROUP, GROUP_POW2, D, D_PAD, MOST_IN_PLACE, UNROLL,
         )  # fmt: skip
     else:
         tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=hd_mask)
@@ -229,11 +229,11 @@ def _paged_decode_kernel(
 def _add_splits(
     partial_ptr, stats_ptr, out_ptr, num_used,
     GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, UNROLL: tl.constexpr,
+    MOST_IN_PLACE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Of one (request, KV head). Each thread keeps its own places: nothing is summed across
     threads but the statistics, and UNROLL splits are loaded before the first is needed."""
-    d, heads, splits = tl.arange(0, D_PAD), tl.arange(0, GROUP_POW2), tl.arange(0, NUM_SPLITS)
+    d, heads, splits = tl.arange(0, D_PAD), tl.arange(0, GROUP_POW2), tl.arange(0, MOST_IN_PLACE)
     head_mask = heads < GROUP
     hd_mask = head_mask[:, None] & (d < D)[None, :]
     stats = stats_ptr + (splits[None, :] * GROUP + heads[:, None]) * 2
@@ -264,11 +264,11 @@ def _add_splits(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
-    partial_ptr, stats_ptr, seq_lens_ptr, out_ptr,
+    partial_ptr, stats_ptr, seq_lens_ptr, out_ptr, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_FUSED: tl.constexpr,
+    BLOCK_N: tl.constexpr, MOST: tl.constexpr, IS_FUSED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_D places of one head of one request: all its splits at once."""
@@ -276,12 +276,12 @@ def _combine_kernel(
     pair, head = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + pair // NUM_KV_HEADS)
     num_tiles = tl.cdiv(seq_len - IS_FUSED, BLOCK_N)
-    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), 1)
     num_used = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    split = tl.arange(0, NUM_SPLITS)
+    split = tl.arange(0, MOST)
     is_used = split < num_used
-    at = (pair.to(tl.int64) * NUM_SPLITS + split) * GROUP + head
+    at = (pair.to(tl.int64) * num_splits + split) * GROUP + head
     wait_for_inputs(USE_PDL)
     if seq_len == 0:
         return
@@ -372,6 +372,11 @@ def are_long(context_lens: NDArray[np.int32]) -> bool:
         return True
     num_requests = len(context_lens)
     return num_requests >= MANY_REQUESTS and context_lens.sum() >= LONG_ON_AVERAGE * num_requests
+
+
+def can_be_long(num_requests: int, max_context: int) -> bool:
+    """Whether are_long may hold for so many requests of at most max_context tokens."""
+    return max_context >= (LONG_ON_AVERAGE if num_requests >= MANY_REQUESTS else LONG_CONTEXT)
 
 
 def num_splits(num_requests: int, num_kv_heads: int, *, is_long: bool) -> int:
@@ -527,25 +532,28 @@ def _launch(
     group = num_heads // num_kv_heads
     head_dim_pad = triton.next_power_of_2(head_dim)
     heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
-    cut = {"NUM_SPLITS": splits, "BLOCK_N": config.block_n, "IS_FUSED": rope is not None}
+    cut = {"BLOCK_N": config.block_n, "IS_FUSED": rope is not None}
+    # A number, not part of the code: batches of many sizes share a kernel.
+    is_in_place = splits <= MAX_SPLITS_IN_PLACE
     limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     _paged_decode_kernel[(num_requests * num_kv_heads * splits,)](
         q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, out_RHD,
         scratch.partials, scratch.stats, scratch.counters,
         cos, sin, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
         scale * LOG2_E, eps,
-        q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
+        q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0), splits,
         D_PAD=head_dim_pad, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         GROUP_POW2=triton.next_power_of_2(group), S=block_size,
-        MOST_IN_PLACE=MAX_SPLITS_IN_PLACE, UNROLL=8, NUM_STAGES=config.num_stages,
+        IS_IN_PLACE=is_in_place, MOST_IN_PLACE=MAX_SPLITS_IN_PLACE, UNROLL=8,
+        NUM_STAGES=config.num_stages,
         HAS_NORM=q_norm is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, **heads, **cut, **options, **limit,
     )  # fmt: skip
-    if splits > MAX_SPLITS_IN_PLACE:
+    if not is_in_place:
         _combine_kernel[(num_requests * num_kv_heads, group, triton.cdiv(head_dim, COMBINE_D))](
-            scratch.partials, scratch.stats, seq_lens_R, out_RHD,
-            BLOCK_D=COMBINE_D, **heads, **cut, num_warps=4, **options,
+            scratch.partials, scratch.stats, seq_lens_R, out_RHD, splits,
+            MOST=MAX_SPLITS, BLOCK_D=COMBINE_D, **heads, **cut, num_warps=4, **options,
         )  # fmt: skip
     return out_RHD
 
