@@ -71,8 +71,9 @@ class EngineConfig:
     """triton runs our own GPU kernels, plain PyTorch's operations, attention our kernels of
     attention and KV cache with PyTorch's operations around them; auto is triton on a GPU."""
     cuda_graph: str = "lazy"
-    """On a GPU: lazy captures a graph when a batch size first comes up, eager-start captures all of
-    decoding with short contexts at start and the others lazily, off launches kernel by kernel."""
+    """On a GPU: lazy captures a graph when a batch size first comes up; eager-start captures all of
+    decoding at start, and compiles what steps with prompts need, whose graphs come lazily; off
+    launches kernel by kernel."""
     overlap: str = "auto"
     """on launches a step before the ids of the one before it are read; auto is on with
     triton and attention."""

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 
 from pico_vllm.engine.device_batch import Shape, fresh_shape
-from pico_vllm.kernels.paged_decode import are_long
+from pico_vllm.kernels.paged_decode import are_long, can_be_long
 from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,14 @@ class CudaGraphs:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_model_len: int,
     ) -> None:
         """run: the work of a shape on what lies at its addresses. prepare: the same once on padding
         alone, so that all that is made on first use is there before capture."""
         self._run = run
         self._prepare = prepare
         self._decode_sizes = decode_sizes(max_num_seqs)
+        self._max_model_len = max_model_len
         self._request_sizes = extend_request_sizes(max_num_seqs)
         self._token_sizes = [
             size for size in EXTEND_TOKENS if size <= min(MAX_EXTEND_TOKENS, max_num_batched_tokens)
@@ -100,11 +102,24 @@ class CudaGraphs:
         self._graphs[shape, tail] = graph
         logger.debug("graph_captured shape=%s tail=%s", shape, tail)
 
+    def decode_shapes(self) -> list[Shape]:
+        """All of them, the largest first: in its memory the smaller ones have room."""
+        return [
+            Shape(size, size, is_decode=True, is_long=is_long)
+            for size in self._decode_sizes[::-1]
+            for is_long in (False, True)
+            if not is_long or can_be_long(size, self._max_model_len)
+        ]
+
+    def extend_shapes(self) -> list[Shape]:
+        """One for each number of requests, with tokens as few as that allows."""
+        sizes = [(_at_least(self._token_sizes, size), size) for size in self._request_sizes]
+        return [Shape(tokens, size, is_decode=False) for tokens, size in sizes if tokens]
+
     def capture_decodes(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """All decode shapes at once, the largest first: the smaller ones fit into its memory."""
-        graphs = [(size, tail) for size in self._decode_sizes[::-1] for tail in get_args(Tail)]
-        for index, (size, tail) in enumerate(graphs):
-            self.capture(Shape(size, size, is_decode=True), tail)
+        graphs = [(shape, tail) for shape in self.decode_shapes() for tail in get_args(Tail)]
+        for index, (shape, tail) in enumerate(graphs):
+            self.capture(shape, tail)
             if on_progress is not None:
                 on_progress(index + 1, len(graphs))
 

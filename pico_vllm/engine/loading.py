@@ -403,7 +403,7 @@ def build_engine(
             model, model_config, config, device, vocab_size=vocab_size
         )
         if on_device.graphs is not None and config.cuda_graph == "eager-start":
-            on_device.graphs.capture_decodes(partial(on_progress, "capturing graphs"))
+            on_device.capture_decodes(partial(on_progress, "capturing graphs"))
         runner: Runner = on_device
     else:
         sampler = Sampler(config.max_num_seqs, vocab_size, device)

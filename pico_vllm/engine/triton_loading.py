@@ -106,6 +106,7 @@ def build_runner(
         vocab_size=vocab_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
         has_graphs=config.cuda_graph != "off" if has_graphs is None else has_graphs,
         device=device,
     )

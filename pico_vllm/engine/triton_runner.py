@@ -9,7 +9,7 @@ that computes log-probabilities of prompt tokens waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample
 from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
+from pico_vllm.kernels.launch import compiled_in_parallel
 from pico_vllm.kernels.paged_decode import are_long
 from pico_vllm.kernels.small_linear import MAX_ROWS
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
@@ -115,6 +116,7 @@ class TritonRunner:
         vocab_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_model_len: int,
         has_graphs: bool,
         device: torch.device,
     ) -> None:
@@ -152,6 +154,7 @@ class TritonRunner:
                 self._prepare,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
             )
 
     def launch(self, plan: StepPlan) -> PendingResult:
@@ -192,6 +195,14 @@ class TritonRunner:
             torch.cuda.synchronize(self._device)
         if self.graphs is not None:
             self.graphs.clear()
+
+    def capture_decodes(self, on_progress: Callable[[int, int], None]) -> None:
+        """Compile what steps of any size that has a graph launch, and capture those that decode."""
+        assert self.graphs is not None
+        with compiled_in_parallel(self._device):
+            for shape in (*self.graphs.decode_shapes(), *self.graphs.extend_shapes()):
+                self.run_padding(shape, "full")
+        self.graphs.capture_decodes(on_progress)
 
     def run_shape(self, shape: Shape, tail: Tail) -> None:
         """What a graph holds: forward and tail over the addresses of a shape."""
