@@ -58,8 +58,10 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device) -> Non
 
 
 def make_layers(config: EngineConfig, device: torch.device) -> FedLayers:
+    from pico_vllm.kernels.launch import start_driver
     from pico_vllm.layers.triton_linear import FedLayers, TritonLayers
 
+    start_driver(device)  # beside the weights
     return TritonLayers(device) if config.kernels == "triton" else FedLayers()
 
 
@@ -122,7 +124,6 @@ def profile_activations(
     """
     from pico_vllm.engine.cuda_graph import MAX_EXTEND_TOKENS
     from pico_vllm.engine.device_batch import Shape, fresh_shape
-    from pico_vllm.kernels.launch import compiled_in_parallel
 
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
     one_block = replace(config, num_kv_blocks=1)
@@ -137,15 +138,14 @@ def profile_activations(
         largest = Shape(tokens, rows, is_decode=False)
         in_graph = min(tokens, MAX_EXTEND_TOKENS)
         largest_in_graph = Shape(in_graph, min(rows, in_graph), is_decode=False)
-        with compiled_in_parallel(device):
-            for shape in (
-                largest,
-                largest_in_graph,
-                Shape(min(tokens, 128), 1, is_decode=False),
-                fresh_shape(min(tokens, 128), 1),
-                Shape(1, 1, is_decode=True),
-            ):
-                runner.run_padding(shape, "full")
+        short = min(tokens, 128)
+        of_first_answer = fresh_shape(min(tokens, 16), 1), Shape(1, 1, is_decode=True)
+        runner.compile(
+            (
+                largest, largest_in_graph, Shape(short, 1, is_decode=False), fresh_shape(short, 1),
+                *of_first_answer,
+            )
+        )  # fmt: skip
         eager_bytes = _peak_bytes(runner, largest)
         graph_bytes = 0
         if config.cuda_graph != "off":

@@ -199,10 +199,19 @@ class TritonRunner:
     def capture_decodes(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile what steps of any size that has a graph launch, and capture those that decode."""
         assert self.graphs is not None
-        with compiled_in_parallel(self._device):
-            for shape in (*self.graphs.decode_shapes(), *self.graphs.extend_shapes()):
-                self.run_padding(shape, "full")
+        self.compile((*self.graphs.decode_shapes(), *self.graphs.extend_shapes()))
         self.graphs.capture_decodes(on_progress)
+
+    def compile(self, shapes: Sequence[Shape]) -> None:
+        """The kernels that steps of these shapes launch, on threads, before one of them is."""
+        layers = self._model.layers
+        self._model.layers = [layers[0], layers[-1]]  # those between launch the same
+        try:
+            with compiled_in_parallel(self._device):
+                for shape in shapes:
+                    self.run_padding(shape, "full")
+        finally:
+            self._model.layers = layers
 
     def run_shape(self, shape: Shape, tail: Tail) -> None:
         """What a graph holds: forward and tail over the addresses of a shape."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,37 +52,73 @@ def let_next_start(USE_PDL: tl.constexpr):
 _ONE_AT_A_TIME = threading.Lock()
 
 
+@functools.cache
+def start_driver(device: torch.device) -> threading.Thread:
+    """Triton's own access to the device, in the background: from an empty cache a C compiler builds
+    it, which takes a second."""
+
+    def build() -> None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                triton.runtime.driver.active.get_current_target()
+
+    thread = threading.Thread(target=build, name="triton-driver", daemon=True)
+    thread.start()
+    return thread
+
+
+class _Held(Executor):
+    """Keeps kernels that are to be compiled until `run_all`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tasks: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._tasks.append((future, functools.partial(task, *args, **kwargs)))
+        return future
+
+    def run_all(self, threads: ThreadPoolExecutor) -> None:
+        for future, task in self._tasks:
+            threads.submit(self._run, future, task)
+
+    def _run(self, future: Future[Any], task: Callable[[], Any]) -> None:
+        try:
+            kernel = task()
+            with torch.cuda.device(self._device):
+                # Triton compiles the C code of a launch when it is first asked for.
+                _ = kernel.run
+            future.set_result(kernel)
+        except BaseException as error:
+            future.set_exception(error)
+
+
 @contextmanager
 def compiled_in_parallel(device: torch.device) -> Iterator[None]:
-    """Within, launches of this thread compile their kernels on threads and run nothing; after, all
-    are ready.
+    """Within, launches of this thread run nothing; after, their kernels are compiled, on threads,
+    and loaded.
 
     What reads a kernel's output meanwhile reads memory that nobody wrote. Kernels one after the
-    other, each at its first launch, took most of a start without a compile cache.
+    other, each at its first launch, took most of a start without a compile cache. Compiling begins
+    once all launches are known: threads that compile hold Python's lock for milliseconds each,
+    which the launches would wait for, one after the other.
     """
-    kernels = []
     thread = threading.get_ident()
 
     def compile_only(kernel: Any, grid: Any) -> Any:
         if threading.get_ident() != thread:
             return launch(kernel, grid)
+        return lambda *arguments, **options: kernel.warmup(*arguments, grid=grid, **options)
 
-        def submit(*arguments: Any, **options: Any) -> None:
-            kernels.append(kernel.warmup(*arguments, grid=grid, **options))
-
-        return submit
-
-    def load(kernel: Any) -> None:
-        with torch.cuda.device(device):
-            # Triton compiles the C code of a launch when it is first asked for.
-            _ = (kernel.result() if hasattr(kernel, "result") else kernel).run
-
-    with _ONE_AT_A_TIME, ThreadPoolExecutor(os.cpu_count()) as threads:
+    start_driver(device).join()
+    held = _Held(device)
+    with _ONE_AT_A_TIME, ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as threads:
         launch = triton.JITFunction.__getitem__
-        with triton.AsyncCompileMode(threads):
+        with triton.AsyncCompileMode(held):
             triton.JITFunction.__getitem__ = compile_only  # in place of what it inherits
             try:
                 yield
             finally:
                 del triton.JITFunction.__getitem__
-        list(threads.map(load, {id(kernel): kernel for kernel in kernels}.values()))
+                held.run_all(threads)
