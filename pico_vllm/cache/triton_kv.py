@@ -17,7 +17,7 @@ from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import DecodeScratch, paged_decode, rope_paged_decode
-from pico_vllm.kernels.paged_prefill import paged_prefill
+from pico_vllm.kernels.paged_prefill import PrefillConfig, choose_config, paged_prefill
 from pico_vllm.kernels.rope_store_kv import rope_store_kv
 
 
@@ -35,16 +35,22 @@ class TritonKV:
         sin_PD: Tensor,
         dtype: torch.dtype,
         device: torch.device,
+        is_batch_invariant: bool = False,
     ) -> None:
+        """is_batch_invariant: attend all tokens by one kernel, cut in one way."""
         shape = (num_device_blocks + 1, model.num_kv_heads, model.num_layers, 2)
         self.device_pool = torch.empty(
             (*shape, block_size, model.head_dim), dtype=dtype, device=device
         )
         self.cos_sin = (cos_PD, sin_PD)
         self.scale = model.head_dim**-0.5
-        self.takes_fresh = can_take(
+        self.takes_fresh = not is_batch_invariant and can_take(
             device, dtype, model.num_heads, model.num_kv_heads, model.head_dim
         )
+        self.prefill_config: PrefillConfig | None = None
+        if is_batch_invariant:
+            self.prefill_config = choose_config(1, model.num_heads, model.head_dim, dtype)
+            self.decode_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.scratch = DecodeScratch.allocate(
             max_num_seqs, model.num_heads, model.num_kv_heads, model.head_dim, device
         )
@@ -78,6 +84,12 @@ class TritonStep:
     ) -> Tensor:
         """Write this step's KV of one layer, then attend over it and over what was cached."""
         n = self._batch.num_decodes
+        if self._kv.prefill_config is not None:
+            attended_THD = self._extend(layer, qkv_TND, qk_norm, 0)
+            if not only_last:
+                return attended_THD
+            assert self._batch.feed is not None
+            return attended_THD.index_select(0, self._batch.feed.sample_at)
         if n == self._batch.num_tokens:
             return self._decode(layer, qkv_TND, qk_norm, n)
         if only_last:
@@ -127,6 +139,7 @@ class TritonStep:
                 q_rot_THD, *kv.layers[layer], batch.block_table, self._table_rows[n:fresh],
                 self._starts(n, fresh, n), batch.seq_lens[n:fresh],
                 scale=kv.scale, new_kv_TGD=tuple(new_kv_TGD), out=out_THD[:num_older],
+                config=kv.prefill_config,
             )  # fmt: skip
         if fresh_token < batch.num_tokens:
             q_rot_THD, k_rot_TGD, v_TGD = (x[num_older:] for x in rotated)
@@ -170,6 +183,9 @@ class TritonStep:
 
     def _starts(self, first: int, last: int, token: int) -> Tensor:
         """query_start_loc of the requests from first to before last, counted from a token."""
+        if self._batch.num_decodes == self._batch.num_tokens:
+            # Nobody staged them: each request has one token.
+            return self._kv.decode_starts[: last + 1]
         if token == 0:
             return self._batch.query_start_loc[: last + 1]
         if first not in self._starts_from:

@@ -77,6 +77,9 @@ class EngineConfig:
     overlap: str = "auto"
     """on launches a step before the ids of the one before it are read; auto is on with
     triton and attention."""
+    batch_invariant: bool = False
+    """On a GPU: a request's answer has the same bits alone and in any batch, its prompt whole or in
+    chunks, preempted or not. Kernels that do not depend on the batch's size take longer."""
     scheduling_policy: str = "fcfs"
     """Who leaves the waiting line first: fcfs the first to come, priority the lowest priority,
     shortest-prompt the shortest prompt; with the last two a request counts for more the longer it
@@ -127,6 +130,11 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 self._check_count(name, low, high)
         self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        if not isinstance(self.batch_invariant, bool):
+            raise ConfigError(
+                f"batch_invariant must be True or False, not {show(self.batch_invariant)}",
+                param="batch_invariant",
+            )
         utilization = self.gpu_memory_utilization
         if (
             isinstance(utilization, bool)
@@ -237,6 +245,12 @@ class EngineConfig:
             raise ConfigError(
                 f"kernels {kernels} needs kv paged, not {self.kv}; use kernels plain",
                 param="kernels",
+            )
+        if self.batch_invariant and kernels != "triton":
+            raise ConfigError(
+                f"batch_invariant needs kernels triton, on a GPU, not {kernels} on {device}; leave "
+                "it out (on a CPU, answers in float32 do not depend on the batch)",
+                param="batch_invariant",
             )
         overlap = self.overlap
         if overlap == "auto":

@@ -62,7 +62,9 @@ def make_layers(config: EngineConfig, device: torch.device) -> FedLayers:
     from pico_vllm.layers.triton_linear import FedLayers, TritonLayers
 
     start_driver(device)  # beside the weights
-    return TritonLayers(device) if config.kernels == "triton" else FedLayers()
+    if config.kernels != "triton":
+        return FedLayers()
+    return TritonLayers(device, is_batch_invariant=config.batch_invariant)
 
 
 def build_runner(
@@ -92,6 +94,7 @@ def build_runner(
         sin_PD=model.rope.sin_PD,
         dtype=TORCH_DTYPES[config.dtype],
         device=device,
+        is_batch_invariant=config.batch_invariant,
     )
     batch_builder = DeviceBatchBuilder(
         max_num_seqs=config.max_num_seqs,

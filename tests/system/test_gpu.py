@@ -184,6 +184,38 @@ def test_bf16_parts_only_where_two_tokens_nearly_tie(
             assert best[0] - best[1] < 2 * error, (name, len(text))
 
 
+def test_batch_invariant_answers_are_the_same_bits_anywhere(subject: Subject) -> None:
+    """In bf16, ids and log-probabilities alone, in one batch, in chunks, preempted and without
+    graphs are the same, and near those of the usual kernels."""
+    prompts = random_prompts([1, 16, 17, 61, 90, 200], seed=12)
+    params = [
+        SamplingParams(max_tokens=64, ignore_eos=True, logprobs=1, temperature=t, seed=seed)
+        for seed, t in enumerate([0.0, 0.0, 0.8, 0.0, 0.9, 0.0])
+    ]
+
+    def answers(groups: list[slice], **settings: Any) -> list[tuple[list[int], list[float]]]:
+        settings = SETTINGS | {"dtype": "bfloat16", "batch_invariant": True} | settings
+        found = []
+        with LLM(subject.folder, **settings) as llm:
+            for group in groups:
+                for output in llm.generate(prompts[group], params[group]):
+                    (answer,) = output.outputs
+                    assert answer.logprobs is not None
+                    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+                    found.append((answer.token_ids, [each[i].logprob for i, each in pairs]))
+            num_preemptions = llm.engine._scheduler.num_preemptions
+            assert (num_preemptions > 0) == (settings["num_kv_blocks"] < 40)
+        return found
+
+    together = answers([slice(0, 6)])
+    assert answers([slice(i, i + 1) for i in range(6)]) == together
+    assert answers([slice(0, 6)], max_num_batched_tokens=24) == together
+    assert answers([slice(0, 6)], num_kv_blocks=32, cuda_graph="off") == together
+    usual = answers([slice(0, 6)], batch_invariant=False)
+    for (_, ours), (_, theirs) in zip(together, usual, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], abs=0.1)
+
+
 def test_padding_touches_only_the_null_block(subject: Subject) -> None:
     """A graph's padding rows, in decode steps and extends, change no byte of the pool but the null
     block's."""

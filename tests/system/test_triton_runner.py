@@ -18,6 +18,7 @@ from pico_vllm.errors import ConfigError
 from pico_vllm.kernels import small_linear
 from pico_vllm.kernels.hopper_prefill import hopper_prefill_reference
 from pico_vllm.layers.linear import Linear
+from pico_vllm.layers.triton_linear import InvariantLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = {
@@ -108,6 +109,18 @@ def test_plain_layers_around_triton_attention(model: Path, settings: dict[str, s
         assert type(llm.engine._runner._model.head) is Linear
         found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
         llm.engine.check_invariants()
+    assert found == wanted
+
+
+def test_batch_invariant_gives_the_same_answers(model: Path) -> None:
+    """One kernel for all rows and one for all attention: a prompt in chunks beside a request that
+    decodes, and decoding steps, give the tokens of plain operations."""
+    params = [greedy(3), SamplingParams(max_tokens=2, temperature=1.3, seed=5, ignore_eos=True)]
+    with LLM(str(model), **PLAIN) as llm:
+        wanted = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
+    with LLM(str(model), **SETTINGS, batch_invariant=True) as llm:
+        assert type(llm.engine._runner._model.head) is InvariantLinear
+        found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
     assert found == wanted
 
 

@@ -36,6 +36,16 @@ def test_kernels_settle_graphs_and_overlap(
     assert (config.cuda_graph, config.overlap) == (cuda_graph, overlap)
 
 
+def test_batch_invariant_needs_our_kernels() -> None:
+    """It is refused where PyTorch multiplies, with the way out."""
+    assert resolved("cuda:0", batch_invariant=True).batch_invariant
+    for device, kernels in (("cpu", "auto"), ("cuda:0", "plain"), ("cuda:0", "attention")):
+        with pytest.raises(ConfigError, match="batch_invariant needs kernels triton.*leave it out"):
+            resolved(device, kernels=kernels, batch_invariant=True)
+    with pytest.raises(ConfigError, match="must be True or False, not 'on'"):
+        resolved("cuda:0", batch_invariant="on")
+
+
 def test_attention_needs_the_paged_cache() -> None:
     """The error names the value; other values are refused with those there are."""
     with pytest.raises(ConfigError, match="kernels attention needs kv paged, not contiguous"):
