@@ -187,6 +187,11 @@ class Engine:
         """End a request early; False (and no error) if it is unknown or has ended."""
         return self._scheduler.abort(request_id)
 
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a request gave its blocks back, since the engine began."""
+        return self._scheduler.num_preemptions
+
     def has_work(self) -> bool:
         return (
             self._undelivered is not None
