@@ -30,11 +30,17 @@ try:
     gluon_jit: Callable[..., Any] = gluon.jit
     # Triton 3.9 renamed them.
     bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+    send = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+    wait_until_sent = tma.store_wait
     sync_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+    _memory = gl.shared_memory_descriptor
+    if not hasattr(_memory, "reinterpret"):  # of Triton 3.6, where its name is private
+        _memory.reinterpret = _memory._reinterpret
 except ImportError:
     HAS_GLUON = False
     TensorDescriptor = Any
-    gl = mbarrier = fence_async_shared = bring = sync_threads = None
+    gl = mbarrier = fence_async_shared = bring = send = None
+    wait_until_sent = sync_threads = None
     warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = None
     gdc_launch_dependents = gdc_wait = None
 

@@ -28,8 +28,9 @@ TIMEOUT_S = 20.0
 COPY_DELAYS_S = (0.0, 0.0, 5e-3)
 MAX_PRODUCT_DELAY_S = 3e-4
 _thread = threading.local()
-"""Of a partition: the program's id, products that run, stores that are not fenced; of a program its
-barriers, and whether it has waited for the kernel before."""
+"""Of a partition: the program's id, products and copies that run, stores that are not fenced, and
+whether it has waited for the kernel before; of a program its barriers, and what that kernel
+writes."""
 _written_before: list[Tensor] = []
 
 
@@ -71,8 +72,9 @@ class _Barrier:
         if pred:
             self._add(num_bytes, 1)
 
-    def arrive(self, count: int) -> None:
-        self._add(0, count)
+    def arrive(self, count: int, pred: Any = True) -> None:
+        if pred:
+            self._add(0, count)
 
     def land(self, num_bytes: int) -> None:
         self._add(-num_bytes, 0)
@@ -99,6 +101,7 @@ class _Barrier:
 class _Barriers:
     def __init__(self, num: int) -> None:
         self.barriers = [_Barrier() for _ in range(num)]
+        self.shape = (num, 1)
 
     def index(self, i: int) -> _Barrier:
         return self.barriers[int(i)]
@@ -116,6 +119,10 @@ class _Shared:
 
     def permute(self, order: Sequence[int]) -> _Shared:
         return _Shared(self.values.permute(*order))
+
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> _Shared:
+        assert dtype == self.dtype
+        return _Shared(self.values.view(*shape))
 
     def load(self, layout: None) -> Tensor:
         """Threads see their own stores without a fence."""
@@ -141,7 +148,7 @@ class _Pointer:
 class _Descriptor:
     def __init__(self, host: TensorDescriptor) -> None:
         self.values = host.base.as_strided(host.shape, host.strides)
-        self.dtype, self.layout = host.base.dtype, host.layout
+        self.dtype, self.layout, self.block_shape = host.base.dtype, host.layout, host.block_shape
 
 
 class _Product(NamedTuple):
@@ -167,17 +174,36 @@ class _Kernel:
             programs = list(itertools.product(*map(range, grid)))
             for program in random.sample(programs, len(programs)):
                 _thread.program = program
-                _thread.products, _thread.stores, _thread.barriers = [], [], []
+                _thread.products, _thread.stores, _thread.sent, _thread.barriers = [], [], [], []
                 _thread.has_waited = not launch_pdl
-                if launch_pdl:
-                    _thread.values_before = [x.clone() for x in _written_before]
-                    for x in _written_before:
-                        x.fill_(float("nan"))
+                _thread.kernel_before = _KernelBefore(_written_before if launch_pdl else [])
                 self.function(*on_device, **constants)
-                assert _thread.has_waited and not _thread.products and not _thread.stores
+                assert _thread.has_waited
+                _check_that_nothing_runs()
                 assert not any(barrier.num_bytes for barrier in _thread.barriers)
 
         return launch
+
+
+class _KernelBefore:
+    """What it writes is NaN until a partition waits for it."""
+
+    def __init__(self, written: Sequence[Tensor]) -> None:
+        self.written = list(written)
+        self.values = [x.clone() for x in written]
+        self.lock = threading.Lock()
+        for x in written:
+            x.fill_(float("nan"))
+
+    def end(self) -> None:
+        with self.lock:
+            for x, values in zip(self.written, self.values, strict=True):
+                x.copy_(values)
+            self.written, self.values = [], []
+
+
+def _check_that_nothing_runs() -> None:
+    assert not _thread.products and not _thread.stores and not _thread.sent
 
 
 def _on_device(x: Any) -> Any:
@@ -191,19 +217,34 @@ def _bring(
 ) -> None:
     if not pred:
         return
-    row, column = (int(x) for x in at)
-    num_rows, num_columns = to.values.shape
     # Read at once, which before the wait for the kernel before is the worst.
-    tile = source.values[row : row + num_rows, column : column + num_columns].clone()
+    tile = source.values[_box(at, to.values)].clone()
     to.values.fill_(float("nan"))
 
     def land() -> None:
         time.sleep(random.choice(COPY_DELAYS_S))
         to.values.zero_()
-        to.values[: tile.shape[0], : tile.shape[1]] = tile
+        to.values[tuple(map(slice, tile.shape))] = tile
         barrier.land(to.values.numel() * to.values.element_size())
 
     threading.Thread(target=land).start()
+
+
+def _box(at: Sequence[Any], memory: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(int(i), int(i) + n) for i, n in zip(at, memory.shape, strict=True))
+
+
+def _send(to: _Descriptor, at: Sequence[Any], memory: _Shared) -> None:
+    assert _thread.has_waited, "a store before the wait for the kernel before"
+    _thread.sent.append((to.values[_box(at, memory.values)], memory.values))
+
+
+def _wait_until_sent(num_outstanding: int) -> None:
+    """Read as late as it may be."""
+    time.sleep(random.random() * MAX_PRODUCT_DELAY_S)
+    while len(_thread.sent) > num_outstanding:
+        tile, values = _thread.sent.pop(0)
+        tile.copy_(values[tuple(map(slice, tile.shape))])
 
 
 def _mma(a: Any, b: _Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Product:
@@ -231,8 +272,7 @@ def _runs(x: Any) -> bool:
 
 def _wait_for_kernel_before() -> None:
     _thread.has_waited = True
-    for x, values in zip(_written_before, _thread.values_before, strict=True):
-        x.copy_(values)
+    _thread.kernel_before.end()
 
 
 def _value(x: Any) -> Tensor:
@@ -255,15 +295,20 @@ def _warp_specialize(
 ) -> None:
     assert len(partitions) == len(num_warps) + 1 == len(num_registers) + 1
     _fence()
-    program, has_waited = _thread.program, _thread.has_waited
+    program, has_waited, kernel_before = (
+        _thread.program, _thread.has_waited, _thread.kernel_before
+    )  # fmt: skip
+    partitions_waited = []
     errors = []
 
     def work(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        _thread.program, _thread.products, _thread.stores = program, [], []
+        _thread.program, _thread.kernel_before = program, kernel_before
+        _thread.products, _thread.stores, _thread.sent = [], [], []
         _thread.has_waited = has_waited
         try:
             function(*arguments)
-            assert not _thread.products and not _thread.stores
+            _check_that_nothing_runs()
+            partitions_waited.append(_thread.has_waited)
         except BaseException as error:
             errors.append(error)
 
@@ -274,6 +319,7 @@ def _warp_specialize(
         thread.join()
     if errors:
         raise errors[0]
+    _thread.has_waited = any(partitions_waited)
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Any:
@@ -317,6 +363,14 @@ def _where(condition: Any, a: Any, b: Any) -> Tensor:
     return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
 
+def _inline_asm(code: Any, constraints: str, arguments: Sequence[Any], **options: Any) -> Any:
+    """What it computes, or else its first argument."""
+    return _ASM.get(getattr(code, "value", code).split(" ")[0], lambda x: x)(arguments[0])
+
+
+_ASM = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
+
+
 def _no_layout(*arguments: Any) -> None:
     return None
 
@@ -340,7 +394,8 @@ _LANGUAGE: dict[str, Any] = {
         zeros=lambda shape, dtype, layout: torch.zeros(shape),
         full=lambda shape, value, dtype, layout: torch.full(shape, value),
         convert_layout=lambda x, layout: x,
-        inline_asm_elementwise=lambda code, constraints, arguments, **options: arguments[0],
+        inline_asm_elementwise=_inline_asm,
+        split=lambda x: x.unbind(-1),
         allocate_shared_memory=_allocate,
         warp_specialize=_warp_specialize,
         float16=torch.float16,
@@ -358,7 +413,7 @@ _LANGUAGE: dict[str, Any] = {
         MBarrierLayout=lambda: "barrier",
         init=lambda barrier, count: barrier.init(count),
         expect=lambda barrier, num_bytes, pred=True: barrier.expect(num_bytes, pred),
-        arrive=lambda barrier, count: barrier.arrive(count),
+        arrive=lambda barrier, count, pred=True: barrier.arrive(count, pred),
         wait=lambda barrier, parity: barrier.wait(parity),
     ),
     "launch_options": lambda device: {"USE_PDL": True, "launch_pdl": True},
@@ -366,6 +421,8 @@ _LANGUAGE: dict[str, Any] = {
     "gdc_wait": _wait_for_kernel_before,
     "sync_threads": lambda: None,
     "bring": _bring,
+    "send": _send,
+    "wait_until_sent": _wait_until_sent,
     "fence_async_shared": _fence,
     "warpgroup_mma": _mma,
     "warpgroup_mma_init": lambda acc: acc,
