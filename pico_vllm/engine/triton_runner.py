@@ -9,6 +9,7 @@ that computes log-probabilities of prompt tokens waits.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,11 @@ class PendingStep:
 
     def result(self) -> StepResult:
         if self._event is not None:
-            self._event.synchronize()
+            # Asks again and again, and lets others run in between. In a wait of the driver's the
+            # core goes cold: at one request the host took 0.12 to 0.24 ms a step after it on a
+            # virtual machine, so 0.08 to 0.09.
+            while not self._event.query():
+                time.sleep(0)
         ids = self._host_ids[: len(self._plan.rows)]
         token_ids = np.where(self._plan.is_sampled, ids, NO_TOKEN)
         logprobs = {} if self._logprobs is None else self._logprobs.read(token_ids.tolist())
