@@ -49,15 +49,14 @@ def test_same_as_the_twin(M: int, N: int, K: int, around: str, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize(("N", "K"), [(2048, 1536), (1536, 8960), (333, 1000), (4864, 896)])
 def test_a_row_has_the_same_bits_in_any_batch(N: int, K: int, dtype: torch.dtype) -> None:
-    """Alone, among few and among many, at any place."""
+    """Alone, among few and among many, at any place; at most twice as far from fp64 as torch's
+    product."""
     x, weight, bias, _ = operands(700, N, K, dtype)
     whole = invariant_linear(x, weight, bias)
-    torch.testing.assert_close(
-        whole.cpu().float(),
-        invariant_linear_reference(x.cpu().float(), weight.cpu().float(), bias.cpu().float()),
-        atol=2e-5,
-        rtol=1.01 * ROUNDING[dtype],
-    )
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    theirs = torch.nn.functional.linear(x, weight, bias)
+    error, allowed = ((y.double() - exact).abs().max() for y in (whole, theirs))
+    assert error <= 2 * allowed
     for rows in (slice(0, 1), slice(699, 700), slice(5, 21), slice(3, 67), slice(64, 129)):
         assert torch.equal(invariant_linear(x[rows], weight, bias), whole[rows]), rows
 

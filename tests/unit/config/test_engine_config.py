@@ -40,7 +40,9 @@ def test_batch_invariant_needs_our_kernels() -> None:
     """It is refused where PyTorch multiplies, with the way out."""
     assert resolved("cuda:0", batch_invariant=True).batch_invariant
     for device, kernels in (("cpu", "auto"), ("cuda:0", "plain"), ("cuda:0", "attention")):
-        with pytest.raises(ConfigError, match="batch_invariant needs kernels triton.*leave it out"):
+        with pytest.raises(
+            ConfigError, match=r"batch_invariant needs kernels triton.*leave it out"
+        ):
             resolved(device, kernels=kernels, batch_invariant=True)
     with pytest.raises(ConfigError, match="must be True or False, not 'on'"):
         resolved("cuda:0", batch_invariant="on")
