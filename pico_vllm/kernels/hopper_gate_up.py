@@ -4,12 +4,12 @@ T tokens this step, E hidden size, F MLP size; the weight's rows are F of gate, 
 
     out = silu(x @ gate.T) * (x @ up.T)
 
-A program takes tiles of 128 or 256 tokens and of 32 outputs a warpgroup, of which it has two or
-three. The copy engine (TMA) brings x and weights as far ahead as the ring in shared memory goes,
-across tiles, and weights before the kernel before is over. Weights are the left operand, since
-Hopper's instruction takes 64 rows of that one and up to 256 of the other: more products a byte of
-shared memory than the other way around. x is shared by as many weights as registers have sums for,
-since at 256 tokens multiprocessors read more x from L2 than weights from memory.
+A program takes tiles of 256 tokens and of 32 outputs a warpgroup, of which it has two or three. The
+copy engine (TMA) brings x and weights as far ahead as the ring in shared memory goes, across tiles,
+and weights before the kernel before is over. Weights are the left operand, since Hopper's
+instruction takes 64 rows of that one and up to 256 of the other: more products a byte of shared
+memory than the other way around. x is shared by as many weights as registers have sums for, since
+at 256 tokens multiprocessors read more x from L2 than weights from memory.
 
 Gate and up come interleaved by 8 rows, which are 8 outputs: so both sums of an output are in one
 thread. Its results go out through the stage of the ring whose turn it is.
@@ -43,6 +43,9 @@ from pico_vllm.kernels.gluon import (
 )
 from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
 
+TOKENS = 256
+"""Of a tile. In tiles of 128 the products of 1,024 tokens and more take longer, and below that
+cuBLAS and a kernel for SiLU are as fast."""
 BLOCK_K = 64
 """Of E, what the copy engine lays out without bank conflicts: 128 bytes."""
 HALF = 8
@@ -154,10 +157,9 @@ def _send(out_desc, memory, sums, token, output):
 @gluon_jit()
 def _work(
     x_desc, weight_desc, out_desc, memory, is_warm, counts,
-    ROUNDS: gl.constexpr, TILES_ABREAST: gl.constexpr, USE_PDL: gl.constexpr, FILLER: gl.constexpr,
-    INDEX: gl.constexpr,
+    ROUNDS: gl.constexpr, TILES_ABREAST: gl.constexpr, USE_PDL: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup. One of them fills the ring too."""
+    """A warpgroup. The first one fills the ring too."""
     x_smem, weight_smem, full, empty = memory
     num_token_tiles, num_output_tiles, num_programs = counts
     STAGES: gl.constexpr = x_smem.shape[0]
@@ -169,7 +171,7 @@ def _work(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     first_tile = gl.program_id(0)
-    if INDEX == FILLER:
+    if INDEX == 0:
         EARLY: gl.constexpr = ROUNDS if ROUNDS < STAGES else STAGES
         NUM_BYTES: gl.constexpr = (TOKENS + 64 * GROUPS) * BLOCK_K * 2
         fill_tile = first_tile
@@ -211,7 +213,7 @@ def _work(
             # The round before is over.
             sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
             mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=i > 0)
-            if INDEX == FILLER:  # noqa: SIM102, decided when it is compiled
+            if INDEX == 0:  # noqa: SIM102, decided when it is compiled
                 if turn > 0:
                     mbarrier.wait(empty.index((turn - 1) % STAGES), (turn - 1) // STAGES & 1)
                     fill_tile, fill_round, fill_token_tile, fill_output_tile = _fill(
@@ -221,7 +223,7 @@ def _work(
             turn += 1
         sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
         mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
-        if INDEX == FILLER:
+        if INDEX == 0:
             mbarrier.wait(empty.index((turn - 1) % STAGES), (turn - 1) // STAGES & 1)
             fill_tile, fill_round, fill_token_tile, fill_output_tile = _fill(
                 x_desc, weight_desc, memory, counts, turn - 1 + STAGES, fill_tile, fill_round,
@@ -238,15 +240,12 @@ def _work(
         first = weight_smem.index(stage * GROUPS + INDEX).reinterpret(
             x_smem.dtype, [SENT_TOKENS, OUTPUTS], out_desc.layout
         )
-        if TOKENS == SENT_TOKENS:
-            _send(out_desc, first, sums, token, output)
-        else:
-            second = x_smem.index(stage).reinterpret(
-                x_smem.dtype, [4, SENT_TOKENS, OUTPUTS], out_desc.layout
-            )
-            low, high = _halves(sums)
-            _send(out_desc, first, low, token, output)
-            _send(out_desc, second.index(INDEX), high, token + SENT_TOKENS, output)
+        second = x_smem.index(stage).reinterpret(
+            x_smem.dtype, [4, SENT_TOKENS, OUTPUTS], out_desc.layout
+        )
+        low, high = _halves(sums)
+        _send(out_desc, first, low, token, output)
+        _send(out_desc, second.index(INDEX), high, token + SENT_TOKENS, output)
         wait_until_sent(0)
         mbarrier.arrive(empty.index(stage), count=1)
         turn += 1
@@ -256,7 +255,7 @@ def _work(
 def _hopper_gate_up_kernel(
     x_desc, weight_desc, out_desc, num_token_tiles, num_output_tiles, num_programs,
     ROUNDS: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    TILES_ABREAST: gl.constexpr, FILLER: gl.constexpr, USE_PDL: gl.constexpr,
+    TILES_ABREAST: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     if USE_PDL:
         gdc_launch_dependents()
@@ -286,11 +285,11 @@ def _hopper_gate_up_kernel(
             [
                 (_work, (
                     x_desc, weight_desc, out_desc, memory, is_warm, counts, ROUNDS, TILES_ABREAST,
-                    USE_PDL, FILLER, 0,
+                    USE_PDL, 0,
                 )),
                 (_work, (
                     x_desc, weight_desc, out_desc, memory, is_warm, counts, ROUNDS, TILES_ABREAST,
-                    USE_PDL, FILLER, 1,
+                    USE_PDL, 1,
                 )),
             ],
             [4],
@@ -301,15 +300,15 @@ def _hopper_gate_up_kernel(
             [
                 (_work, (
                     x_desc, weight_desc, out_desc, memory, is_warm, counts, ROUNDS, TILES_ABREAST,
-                    USE_PDL, FILLER, 0,
+                    USE_PDL, 0,
                 )),
                 (_work, (
                     x_desc, weight_desc, out_desc, memory, is_warm, counts, ROUNDS, TILES_ABREAST,
-                    USE_PDL, FILLER, 1,
+                    USE_PDL, 1,
                 )),
                 (_work, (
                     x_desc, weight_desc, out_desc, memory, is_warm, counts, ROUNDS, TILES_ABREAST,
-                    USE_PDL, FILLER, 2,
+                    USE_PDL, 2,
                 )),
             ],
             [4, 4],
@@ -328,23 +327,15 @@ def _fits(F: int, E: int) -> bool:
 
 
 def tile_options(T: int, F: int) -> dict[str, int]:
-    """Tile and stages: the tile that keeps multiprocessors busy for the shortest time. What a
-    smaller one reads more from L2 counts too."""
+    """Warpgroups and stages: as many as keep multiprocessors busy for the shortest time."""
 
-    def cost(tokens: int, groups: int) -> float:
-        num_tiles = triton.cdiv(T, tokens) * triton.cdiv(F, groups * GROUP_ROWS // 2)
-        reads = 1 / tokens + 1 / (groups * GROUP_ROWS)
-        return triton.cdiv(num_tiles, NUM_MULTIPROCESSORS) * tokens * groups * (1 + 16 * reads)
+    def cost(groups: int) -> int:
+        num_tiles = triton.cdiv(T, TOKENS) * triton.cdiv(F, groups * GROUP_ROWS // 2)
+        return triton.cdiv(num_tiles, NUM_MULTIPROCESSORS) * groups
 
-    tokens, groups = min(
-        ((tokens, groups) for tokens in (256, 128) for groups in (3, 2)),
-        key=lambda tile: cost(*tile),
-    )
-    stage_bytes = (tokens + groups * GROUP_ROWS) * BLOCK_K * 2 + 16
-    return {
-        "TOKENS": tokens, "GROUPS": groups, "STAGES": (MAX_SHARED_BYTES - 256) // stage_bytes,
-        "FILLER": 0,
-    }  # fmt: skip
+    groups = min((3, 2), key=cost)
+    stage_bytes = (TOKENS + groups * GROUP_ROWS) * BLOCK_K * 2 + 16
+    return {"GROUPS": groups, "STAGES": (MAX_SHARED_BYTES - 256) // stage_bytes}
 
 
 def hopper_gate_up(x_TE: Tensor, weight_NE: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -390,15 +381,15 @@ def hopper_gate_up(x_TE: Tensor, weight_NE: Tensor, *, out: Tensor | None = None
         return out
     options: dict[str, Any] = launch_options(x_TE.device)
     tile = tile_options(T, F)
-    num_token_tiles = triton.cdiv(T, tile["TOKENS"])
+    num_token_tiles = triton.cdiv(T, TOKENS)
     num_output_tiles = triton.cdiv(F, tile["GROUPS"] * GROUP_ROWS // 2)
     num_programs = min(num_token_tiles * num_output_tiles, NUM_MULTIPROCESSORS)
     _hopper_gate_up_kernel[(num_programs,)](
-        _descriptor(x_TE, [tile["TOKENS"], BLOCK_K]),
+        _descriptor(x_TE, [TOKENS, BLOCK_K]),
         _halves_of(weight_NE),
         _descriptor(out, [SENT_TOKENS, GROUP_ROWS // 2]),
         num_token_tiles, num_output_tiles, num_programs,
-        ROUNDS=triton.cdiv(E, BLOCK_K), TILES_ABREAST=TILES_ABREAST, num_warps=4,
+        ROUNDS=triton.cdiv(E, BLOCK_K), TOKENS=TOKENS, TILES_ABREAST=TILES_ABREAST, num_warps=4,
         **tile, **options,
     )  # fmt: skip
     return out

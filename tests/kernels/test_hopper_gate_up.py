@@ -27,7 +27,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 ALLOWED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """About twice what rounding the result to the dtype costs."""
-TILES = [(tokens, groups) for tokens in (256, 128) for groups in (3, 2)]
 needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="this Triton has no Gluon")
 on_hopper = pytest.mark.skipif(
     not can_take(DEVICE, torch.bfloat16, 64, 64), reason="needs a Hopper and Gluon"
@@ -58,15 +57,13 @@ def check(x_TE: Tensor, weight_NE: Tensor, run: Callable[..., Tensor] = hopper_g
     return out
 
 
-def emulated(
-    tokens: int, groups: int, num_stages: int = 3, num_programs: int = 3, filler: int = 0
-) -> Callable[..., Tensor]:
+def emulated(groups: int, num_stages: int = 3, num_programs: int = 3) -> Callable[..., Tensor]:
     """Few programs, which take tile after tile."""
     from gluon_on_cpu import on_cpu, written_before  # needs Gluon
 
     kernel = on_cpu(source)
     names = kernel.hopper_gate_up.__globals__
-    tile = {"TOKENS": tokens, "GROUPS": groups, "STAGES": num_stages, "FILLER": filler}
+    tile = {"GROUPS": groups, "STAGES": num_stages}
     names["tile_options"] = lambda *arguments: tile
     names["NUM_MULTIPROCESSORS"] = num_programs
 
@@ -80,9 +77,9 @@ def emulated(
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("tile", "sizes", "num_stages", "dtype"),
+    ("groups", "sizes", "num_stages", "dtype"),
     pairwise(
-        TILES,
+        [2, 3],
         # Less than a tile and a round, edges in all three, rings longer than a tile, many tiles.
         [(3, 8, 8), (130, 104, 200), (300, 200, 520), (600, 72, 72)],
         [2, 4],
@@ -90,20 +87,12 @@ def emulated(
     ),
 )
 def test_source_on_cpu(
-    tile: tuple[int, int], sizes: tuple[int, int, int], num_stages: int, dtype: torch.dtype
+    groups: int, sizes: tuple[int, int, int], num_stages: int, dtype: torch.dtype
 ) -> None:
     """Sizes that no tile divides, short and long rings: the kernel's source, each wait as late as
     it may be, equals the reference in fp32 and writes nothing else."""
     x_TE, weight_NE = made(*sizes, dtype, CPU)
-    check(x_TE, weight_NE, emulated(*tile, num_stages))
-
-
-@needs_gluon
-@pytest.mark.parametrize(("groups", "filler"), [(2, 1), (3, 2)])
-def test_other_fillers_on_cpu(groups: int, filler: int) -> None:
-    """Any warpgroup may fill the ring."""
-    x_TE, weight_NE = made(200, 104, 200, device=CPU)
-    check(x_TE, weight_NE, emulated(128, groups, filler=filler))
+    check(x_TE, weight_NE, emulated(groups, num_stages))
 
 
 @needs_gluon
@@ -112,7 +101,7 @@ def test_other_fillers_on_cpu(groups: int, filler: int) -> None:
 )
 def test_the_emulation_finds_what_is_left_out(left_out: str) -> None:
     """Without one of the waits or fences the checks above fail."""
-    run = emulated(128, 2)
+    run = emulated(2)
     names = run.names  # type: ignore[attr-defined]
     wait = names["warpgroup_mma_wait"]
     names[left_out] = lambda num_outstanding=0, deps=None: (
@@ -127,7 +116,7 @@ def test_tiles() -> None:
     for T in (1, 65, 128, 129, 256, 300, 512, 4096, 8192, 100_000):
         for F in (8, 3072, 8960, 14336):
             tile = tile_options(T, F)
-            stage_bytes = (tile["TOKENS"] + 64 * tile["GROUPS"]) * 128
+            stage_bytes = (256 + 64 * tile["GROUPS"]) * 128
             assert tile["STAGES"] >= 4
             assert tile["STAGES"] * (stage_bytes + 16) + 8 <= source.MAX_SHARED_BYTES
 
@@ -140,12 +129,12 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from pico_vllm.kernels.hopper_gate_up import (
-    BLOCK_K, GROUP_ROWS, MAX_SHARED_BYTES, SENT_TOKENS, _hopper_gate_up_kernel as kernel
+    BLOCK_K, GROUP_ROWS, MAX_SHARED_BYTES, SENT_TOKENS, TOKENS, _hopper_gate_up_kernel as kernel
 )
 
-dtype, (tokens, groups) = sys.argv[1], map(int, sys.argv[2:])
+dtype, groups = sys.argv[1], int(sys.argv[2])
 shapes = {
-    "x_desc": [tokens, BLOCK_K], "weight_desc": [GROUP_ROWS // 16, 2, 8, BLOCK_K],
+    "x_desc": [TOKENS, BLOCK_K], "weight_desc": [GROUP_ROWS // 16, 2, 8, BLOCK_K],
     "out_desc": [SENT_TOKENS, GROUP_ROWS // 2],
 }
 types = {
@@ -154,13 +143,12 @@ types = {
     for name, shape in shapes.items()
 }
 types |= dict.fromkeys(("num_token_tiles", "num_output_tiles", "num_programs"), "i32")
-stages = (MAX_SHARED_BYTES - 256) // ((tokens + groups * GROUP_ROWS) * BLOCK_K * 2 + 16)
+stages = (MAX_SHARED_BYTES - 256) // ((TOKENS + groups * GROUP_ROWS) * BLOCK_K * 2 + 16)
 source = GluonASTSource(
     fn=kernel,
     signature={p.name: types.get(p.name, "constexpr") for p in kernel.params},
     constexprs=dict(
-        ROUNDS=24, TOKENS=tokens, GROUPS=groups, STAGES=stages, TILES_ABREAST=8, FILLER=0,
-        USE_PDL=True,
+        ROUNDS=24, TOKENS=TOKENS, GROUPS=groups, STAGES=stages, TILES_ABREAST=8, USE_PDL=True,
     ),
     attrs={},
 )
@@ -176,21 +164,15 @@ print(subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "groups"),
-    [
-        ("bf16", 256, 3),
-        pytest.param("bf16", 128, 3, marks=pytest.mark.slow),
-        pytest.param("fp16", 256, 2, marks=pytest.mark.slow),
-        pytest.param("fp16", 128, 2, marks=pytest.mark.slow),
-    ],
+    ("dtype", "groups"), [("bf16", 3), pytest.param("fp16", 2, marks=pytest.mark.slow)]
 )
-def test_compiles_for_hopper(dtype: str, tokens: int, groups: int, tmp_path: Path) -> None:
+def test_compiles_for_hopper(dtype: str, groups: int, tmp_path: Path) -> None:
     """It becomes code for sm_90 that spills no registers and fits a multiprocessor."""
     # In a process of its own: Triton's interpreter, which tests here run in, compiles nothing.
     environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, dtype, str(tokens), str(groups)],
+        [sys.executable, "-c", COMPILE, dtype, str(groups)],
         env=environment, cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -240,21 +222,19 @@ def test_no_tokens() -> None:
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(
-    ("shape", "dtype", "tile"),
+    ("shape", "dtype", "groups"),
     pairwise(
-        [(8960, 1536), (3072, 1024), (14336, 4096), (1000, 1000), (8, 8)], list(ALLOWED), TILES
+        [(8960, 1536), (3072, 1024), (14336, 4096), (1000, 1000), (8, 8)], list(ALLOWED), [2, 3]
     ),
 )
 def test_grid(
     shape: tuple[int, int],
     dtype: torch.dtype,
-    tile: tuple[int, int],
+    groups: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every tile and dtype, real and odd shapes, rows around tiles, few and many."""
-    tokens, groups = tile
-    stages = {(256, 3): 4, (256, 2): 4, (128, 3): 5, (128, 2): 7}[tile]
-    options = {"TOKENS": tokens, "GROUPS": groups, "STAGES": stages, "FILLER": 0}
+    """Both tiles and dtypes, real and odd shapes, rows around tiles, few and many."""
+    options = {"GROUPS": groups, "STAGES": 4}
     monkeypatch.setattr(source, "tile_options", lambda *arguments: options)
     for T in (1, 65, 128, 129, 256, 700, 2049):
         check(*made(T, *shape, dtype))
