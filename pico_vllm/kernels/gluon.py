@@ -18,6 +18,7 @@ try:
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
+        mma_v2,
         tma,
         warpgroup_mma,
         warpgroup_mma_init,
@@ -39,7 +40,7 @@ try:
 except ImportError:
     HAS_GLUON = False
     TensorDescriptor = Any
-    gl = mbarrier = fence_async_shared = bring = send = None
+    gl = mbarrier = mma_v2 = fence_async_shared = bring = send = None
     wait_until_sent = sync_threads = None
     warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = None
     gdc_launch_dependents = gdc_wait = None
@@ -61,5 +62,5 @@ def has_hopper_gluon(device: torch.device) -> bool:
 __all__ = [
     "DTYPES", "HAS_GLUON", "TensorDescriptor", "bring", "fence_async_shared",
     "gdc_launch_dependents", "gdc_wait", "gl", "gluon_jit", "has_hopper_gluon", "mbarrier",
-    "sync_threads", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "mma_v2", "sync_threads", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip

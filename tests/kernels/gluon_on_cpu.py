@@ -117,6 +117,9 @@ class _Shared:
     def index(self, i: int) -> _Shared:
         return _Shared(self.values[int(i)])
 
+    def slice(self, start: int, length: int) -> _Shared:
+        return _Shared(self.values[start : start + length])
+
     def permute(self, order: Sequence[int]) -> _Shared:
         return _Shared(self.values.permute(*order))
 
@@ -126,14 +129,27 @@ class _Shared:
 
     def load(self, layout: None) -> Tensor:
         """Threads see their own stores without a fence."""
+        memory = _memory_of(self.values).clone()
+        for place, stored in _thread.stores:
+            if place.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr():
+                memory.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(stored)
         values = self.values
-        for memory, stored in _thread.stores:
-            if memory.data_ptr() == values.data_ptr() and memory.shape == values.shape:
-                values = stored
-        return values.clone()
+        return memory.as_strided(values.shape, values.stride(), values.storage_offset())
 
     def store(self, values: Tensor) -> None:
         _thread.stores.append((self.values, values))
+
+
+class _Number(Tensor):
+    """A scalar, whose other names keep their value when one of them is added to."""
+
+    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+        return self + other
+
+
+def _memory_of(x: Tensor) -> Tensor:
+    """All that x is cut from, flat."""
+    return x.as_strided((x.untyped_storage().size() // x.element_size(),), (1,), 0)
 
 
 class _Pointer:
@@ -173,13 +189,12 @@ class _Kernel:
             on_device = [_on_device(x) for x in arguments]
             programs = list(itertools.product(*map(range, grid)))
             for program in random.sample(programs, len(programs)):
-                _thread.program = program
+                _thread.program, _thread.grid = program, grid
                 _thread.products, _thread.stores, _thread.sent, _thread.barriers = [], [], [], []
                 _thread.has_waited = not launch_pdl
                 _thread.kernel_before = _KernelBefore(_written_before if launch_pdl else [])
                 self.function(*on_device, **constants)
-                assert _thread.has_waited
-                _check_that_nothing_runs()
+                assert _thread.has_waited and not _thread.products and not _thread.sent
                 assert not any(barrier.num_bytes for barrier in _thread.barriers)
 
         return launch
@@ -218,13 +233,20 @@ def _bring(
     if not pred:
         return
     # Read at once, which before the wait for the kernel before is the worst.
-    tile = source.values[_box(at, to.values)].clone()
+    begins = [int(i) for i in at]
+    tile = torch.zeros_like(to.values)
+    if min(begins) >= 0:
+        inside = source.values[_box(at, to.values)]
+        tile[tuple(map(slice, inside.shape))] = inside
+    else:
+        assert any(i <= -n for i, n in zip(begins, tile.shape, strict=True)), (
+            "a tile that begins before the first row and ends behind it"
+        )
     to.values.fill_(float("nan"))
 
     def land() -> None:
         time.sleep(random.choice(COPY_DELAYS_S))
-        to.values.zero_()
-        to.values[tuple(map(slice, tile.shape))] = tile
+        to.values.copy_(tile)
         barrier.land(to.values.numel() * to.values.element_size())
 
     threading.Thread(target=land).start()
@@ -332,7 +354,7 @@ def _allocate(dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Any:
 
 def _load(pointer: _Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "") -> Tensor:
     if not isinstance(pointer.offset, Tensor) or pointer.offset.dim() == 0:
-        value = pointer.base[int(pointer.offset)] if bool(mask) else other
+        value = pointer.base.flatten()[int(pointer.offset)] if bool(mask) else other
         return torch.as_tensor(value).long()  # as one, so that it has `to`
     at, mask = torch.broadcast_tensors(pointer.offset, torch.as_tensor(mask))
     values = pointer.base.flatten()[torch.where(mask, at, 0)]
@@ -342,8 +364,7 @@ def _load(pointer: _Pointer, mask: Any = True, other: Any = 0, cache_modifier: s
 def _store(pointer: _Pointer, values: Any, mask: Any = True) -> None:
     assert _thread.has_waited, "a store before the wait for the kernel before"
     base = pointer.base
-    num_elements = base.untyped_storage().size() // base.element_size()
-    memory = base.as_strided((num_elements,), (1,), 0)
+    memory = _memory_of(base)
     at, mask, values = torch.broadcast_tensors(
         base.storage_offset() + torch.as_tensor(pointer.offset),
         torch.as_tensor(mask),
@@ -377,7 +398,8 @@ def _no_layout(*arguments: Any) -> None:
 
 _LANGUAGE: dict[str, Any] = {
     "gl": types.SimpleNamespace(
-        program_id=lambda axis: _thread.program[axis],
+        program_id=lambda axis: torch.tensor(_thread.program[axis]).as_subclass(_Number),
+        num_programs=lambda axis: _thread.grid[axis],
         static_range=lambda *bounds: range(*map(int, bounds)),
         load=_load,
         store=_store,
@@ -419,6 +441,7 @@ _LANGUAGE: dict[str, Any] = {
     "launch_options": lambda device: {"USE_PDL": True, "launch_pdl": True},
     "gdc_launch_dependents": lambda: None,
     "gdc_wait": _wait_for_kernel_before,
+    "mma_v2": lambda a, b, acc: a.float() @ b.float() + acc,
     "sync_threads": lambda: None,
     "bring": _bring,
     "send": _send,

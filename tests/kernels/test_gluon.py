@@ -8,7 +8,10 @@ import sys
 import pytest
 import torch
 
-NAMES = [f"pico_vllm.kernels.{name}" for name in ("gluon", "hopper_prefill", "hopper_linear")]
+NAMES = [
+    f"pico_vllm.kernels.{name}"
+    for name in ("gluon", "hopper_prefill", "hopper_linear", "hopper_decode")
+]
 
 
 def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +25,7 @@ def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         short = name.rsplit(".", 1)[1]
         monkeypatch.setattr(package, short, getattr(package, short, None), raising=False)
-    shared, prefill, linear = (importlib.import_module(name) for name in NAMES)
+    shared, prefill, linear, decode = (importlib.import_module(name) for name in NAMES)
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for has_gluon in (False, True):
@@ -30,3 +33,4 @@ def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
         shared.has_hopper_gluon.cache_clear()
         assert prefill.can_take(device, torch.bfloat16, 12, 2, 128) is has_gluon
         assert linear.can_take(device, torch.bfloat16, 8, 1536, 1536, False) is has_gluon
+        assert decode.can_take(device, torch.bfloat16, 12, 2, 128, 16) is has_gluon

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,24 +43,24 @@ class OnDevice:
     scratch: DecodeScratch
 
 
-def on_device(case: PagedCase, num_heads: int) -> OnDevice:
+def on_device(case: PagedCase, num_heads: int, device: torch.device = DEVICE) -> OnDevice:
     """The requests' table rows in reverse order, after a row of null blocks that nobody owns."""
     num_requests = len(case.seq_lens)
     table = np.where(case.block_table < 2**30, case.block_table, 2**31 - 1)
     table = np.concatenate((np.zeros_like(table[:1]), table[::-1]))
     base = case.k_BGSD._base
     assert base is not None
-    pool = base.to(DEVICE)
+    pool = base.to(device)
     return OnDevice(
         case,
         pool,
         pool[:, :, 1, 0],
         pool[:, :, 1, 1],
-        torch.from_numpy(table).to(DEVICE),
-        torch.arange(num_requests, 0, -1, dtype=torch.int32, device=DEVICE),
-        torch.from_numpy(case.seq_lens).to(DEVICE),
+        torch.from_numpy(table).to(device),
+        torch.arange(num_requests, 0, -1, dtype=torch.int32, device=device),
+        torch.from_numpy(case.seq_lens).to(device),
         DecodeScratch.allocate(
-            max(num_requests, 8), num_heads, case.k_BGSD.shape[1], case.k_BGSD.shape[3], DEVICE
+            max(num_requests, 8), num_heads, case.k_BGSD.shape[1], case.k_BGSD.shape[3], device
         ),
     )
 
@@ -150,12 +152,15 @@ class Fused:
     is_long: bool
 
     def run(self) -> Tensor:
+        return self.decoded_by(rope_paged_decode, is_long=self.is_long)
+
+    def decoded_by(self, decode: Callable[..., Tensor], **options: Any) -> Tensor:
         q_norm, k_norm = self.norms or (None, None)
         it = self.it
-        return rope_paged_decode(
+        return decode(
             self.qkv_RND, self.rope.cos_PD, self.rope.sin_PD, it.k_BGSD, it.v_BGSD, it.table,
             it.rows, it.seq_lens, scale=self.scale, scratch=it.scratch,
-            q_norm_D=q_norm, k_norm_D=k_norm, eps=1e-6, is_long=self.is_long,
+            q_norm_D=q_norm, k_norm_D=k_norm, eps=1e-6, **options,
         )  # fmt: skip
 
 
@@ -168,34 +173,35 @@ def fused(
     has_norm: bool,
     block_size: int = 16,
     is_long: bool = False,
+    device: torch.device = DEVICE,
 ) -> Fused:
     G, H = 2, 2 * group
     case = paged_case(
         seq_lens, num_kv_heads=G, head_dim=head_dim, block_size=block_size, dtype=dtype
     )
-    it = on_device(case, H)
+    it = on_device(case, H, device)
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(len(seq_lens), H + 2 * G, head_dim, generator=generator).to(dtype)
-    rope = Rope(RopeConfig(theta=10000.0), head_dim, 5000, DEVICE)
+    rope = Rope(RopeConfig(theta=10000.0), head_dim, 5000, device)
     norms = None
     qk = qkv[:, : H + G].float()
     if has_norm:
         q_norm, k_norm = (
             (1 + 0.1 * torch.randn(head_dim, generator=generator)).to(dtype) for _ in range(2)
         )
-        norms = (q_norm.to(DEVICE), k_norm.to(DEVICE))
+        norms = (q_norm.to(device), k_norm.to(device))
         weights = torch.cat((q_norm.expand(H, -1), k_norm.expand(G, -1))).float()
         qk = qk * torch.rsqrt(qk.pow(2).mean(-1, keepdim=True) + 1e-6) * weights
         qk = qk.to(dtype).float()
-    positions = torch.tensor([max(length - 1, 0) for length in seq_lens], device=DEVICE)
+    positions = torch.tensor([max(length - 1, 0) for length in seq_lens], device=device)
     cos, sin = (x.cpu() for x in rope.gather(positions, torch.float32))
     rotated = apply_rope(qk, cos, sin).to(dtype)
     return Fused(
-        it, qkv.to(DEVICE), rope, head_dim**-0.5, norms, rotated[:, :H], rotated[:, H:], is_long
+        it, qkv.to(device), rope, head_dim**-0.5, norms, rotated[:, :H], rotated[:, H:], is_long
     )
 
 
-def check_fused(made: Fused) -> None:
+def check_fused(made: Fused, run: Callable[[], Tensor] | None = None) -> Tensor:
     case, qkv = made.it.case, made.qkv_RND.cpu()
     H, G = made.q_rot.shape[1], made.k_rot.shape[1]
     dtype, block_size = qkv.dtype, case.k_BGSD.shape[2]
@@ -211,7 +217,7 @@ def check_fused(made: Fused) -> None:
         made.q_rot.float(), expected_pool[:, :, 1, 0].float(), expected_pool[:, :, 1, 1].float(),
         torch.from_numpy(case.block_table), torch.from_numpy(case.seq_lens), scale=made.scale,
     )  # fmt: skip
-    out = made.run().cpu()
+    out = (run or made.run)().cpu()
     allowed = 2 * ALLOWED[dtype]
     torch.testing.assert_close(out.float(), expected, atol=allowed, rtol=allowed)
     torch.testing.assert_close(
@@ -223,6 +229,7 @@ def check_fused(made: Fused) -> None:
     slots = [changed, allowed_change]
     slots = [x.view(*pool.shape[:5], -1).any(-1) for x in slots]
     assert torch.equal(slots[0] & ~slots[1], torch.zeros_like(slots[0]))
+    return out
 
 
 @pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.memcheck), True])
