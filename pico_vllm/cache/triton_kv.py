@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.kernels import hopper_decode
 from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import DecodeScratch, paged_decode, rope_paged_decode
 from pico_vllm.kernels.paged_prefill import PrefillConfig, choose_config, paged_prefill
@@ -46,6 +47,9 @@ class TritonKV:
         self.scale = model.head_dim**-0.5
         self.takes_fresh = not is_batch_invariant and can_take(
             device, dtype, model.num_heads, model.num_kv_heads, model.head_dim
+        )
+        self.takes_many = hopper_decode.can_take(
+            device, dtype, model.num_heads, model.num_kv_heads, model.head_dim, block_size
         )
         self.prefill_config: PrefillConfig | None = None
         if is_batch_invariant:
@@ -109,12 +113,18 @@ class TritonStep:
         """The first n requests, one token each."""
         kv, batch = self._kv, self._batch
         q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
-        return rope_paged_decode(
+        arguments = (
             qkv_RND, *kv.cos_sin, *kv.layers[layer],
             batch.block_table, self._table_rows[:n], batch.seq_lens[:n],
-            scale=kv.scale, scratch=kv.scratch, q_norm_D=q_norm, k_norm_D=k_norm, eps=eps,
-            is_long=self._is_long,
         )  # fmt: skip
+        options = {
+            "scale": kv.scale, "scratch": kv.scratch,
+            "q_norm_D": q_norm, "k_norm_D": k_norm, "eps": eps,
+        }  # fmt: skip
+        num_pairs = n * kv.device_pool.shape[1]
+        if kv.takes_many and hopper_decode.is_faster(num_pairs, is_long=self._is_long):
+            return hopper_decode.hopper_rope_decode(*arguments, **options)
+        return rope_paged_decode(*arguments, **options, is_long=self._is_long)
 
     def _extend(
         self,

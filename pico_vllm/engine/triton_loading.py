@@ -146,7 +146,7 @@ def profile_activations(
         runner.compile(
             (
                 largest, largest_in_graph, Shape(short, 1, is_decode=False), fresh_shape(short, 1),
-                *of_first_answer,
+                Shape(rows, rows, is_decode=True), *of_first_answer,
             )
         )  # fmt: skip
         eager_bytes = _peak_bytes(runner, largest)

@@ -35,7 +35,7 @@ from pico_vllm.kernels.gluon import (
     mma_v2,
     sync_threads,
 )
-from pico_vllm.kernels.launch import launch_options
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
 from pico_vllm.kernels.paged_decode import (
     LOG2_E,
     MAX_SPLITS_IN_PLACE,
@@ -323,11 +323,19 @@ class HopperDecodeConfig:
 def decode_config(
     num_requests: int, num_kv_heads: int, block_size: int, head_dim: int
 ) -> HopperDecodeConfig:
+    """The fastest on an H200 behind a product, by and large: 32 tokens a round, two rounds in
+    shared memory, and splits for three programs a multiprocessor."""
     num_blocks = max(1, 32 // block_size)
-    round_bytes = num_blocks * block_size * head_dim * 4
-    wanted = 528 // (num_requests * num_kv_heads)
+    wanted = 3 * NUM_MULTIPROCESSORS // (num_requests * num_kv_heads)
     splits = max(1, min(MAX_SPLITS_IN_PLACE, 1 << (wanted.bit_length() - 1) if wanted else 1))
-    return HopperDecodeConfig(splits, num_blocks, max(2, (48 << 10) // round_bytes), min_rounds=4)
+    return HopperDecodeConfig(splits, num_blocks, num_stages=2, min_rounds=4)
+
+
+def is_faster(num_pairs: int, *, is_long: bool) -> bool:
+    """Than paged_decode, for so many pairs of a request and a KV head. Behind a product on an H200
+    256 contexts of 256 / 622 tokens on average took 23.4 / 50.7 us a layer, so 21.5 / 46.2; 146 of
+    1,087 59.6, 43.5; 32 of 600 12.8, 10.4; 16 of 8,192 42.0, 38.5."""
+    return num_pairs >= (32 if is_long else 256)
 
 
 def can_take(

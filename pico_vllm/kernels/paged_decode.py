@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pico_vllm.kernels.launch import (
+    NUM_MULTIPROCESSORS,
     launch_options,
     let_next_start,
     wait_for_inputs,
@@ -32,6 +33,8 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS_IN_PLACE = 16
 """More than this and one program adding them up takes longer than a second kernel."""
 MAX_SPLITS = 128
+MOST_PROGRAMS = 6 * NUM_MULTIPROCESSORS
+"""That one (request, KV head) after the other is cut into, where there are not as many pairs."""
 COMBINE_D = 32
 """Of a head, what one program of the second kernel adds up."""
 LONG_CONTEXT = 2048
@@ -319,13 +322,12 @@ class DecodeScratch:
         head_dim: int,
         device: torch.device,
     ) -> DecodeScratch:
-        most = max(
-            num_requests * num_splits(num_requests, num_kv_heads, is_long=True)
-            for num_requests in range(1, max_requests + 1)
-        )
+        # Pairs of a request and a KV head, times splits.
+        most = max(max_requests * num_kv_heads, MOST_PROGRAMS)
+        num_sums = most * (num_heads // num_kv_heads)
         return cls(
-            torch.empty(most * num_heads * head_dim, dtype=torch.float32, device=device),
-            torch.empty(most * num_heads * 2, dtype=torch.float32, device=device),
+            torch.empty(num_sums * head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_sums * 2, dtype=torch.float32, device=device),
             torch.zeros(max_requests * num_kv_heads, dtype=torch.int32, device=device),
         )
 
@@ -384,7 +386,7 @@ def num_splits(num_requests: int, num_kv_heads: int, *, is_long: bool) -> int:
     contexts are long (are_long)."""
     num_pairs = num_requests * num_kv_heads
     are_small = is_long and _are_many(num_pairs, is_long=True)
-    wanted = (792 if are_small else 264) // num_pairs
+    wanted = (MOST_PROGRAMS if are_small else 2 * NUM_MULTIPROCESSORS) // num_pairs
     most = MAX_SPLITS if is_long else MAX_SPLITS_IN_PLACE
     return max(1, min(most, 1 << (wanted.bit_length() - 1) if wanted else 1))
 
