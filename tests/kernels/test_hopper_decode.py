@@ -345,6 +345,7 @@ def test_graph_serves_other_lengths() -> None:
     it.seq_lens.fill_(5)
     graph = torch.cuda.CUDAGraph()
     made.decoded_by(hopper_rope_decode, config=config)
+    _ = hidden @ hidden.T @ hidden  # cuBLAS cannot begin in a capture
     with torch.cuda.graph(graph):
         hidden.copy_(hidden @ hidden.T @ hidden)
         made.qkv_RND.copy_(qkv)
