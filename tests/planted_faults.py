@@ -82,13 +82,13 @@ PLANTS = (
     Plant(
         "victim stays in the plan",
         SCHEDULER,
-        "is_kept[index] = False\n                lacking -= int(missing[index])\n            lack",
-        "lacking -= int(missing[index])\n            lack",
+        "is_kept[index] = False\n            self._preempt(victim)",
+        "pass\n            self._preempt(victim)",
     ),
     Plant(
         "victim's blocks not counted",
         SCHEDULER,
-        "lacking -= int(state.num_blocks[victim.row])",
+        "lacking = int(missing[is_kept].sum()) - self._num_available_blocks",
         "pass",
     ),
     Plant(
@@ -127,8 +127,8 @@ PLANTS = (
     Plant(
         "row keeps its samples",
         ROWS,
-        "self.num_sampled[row] = self.num_blocks[row] = 0",
-        "self.num_blocks[row] = 0",
+        "self.num_sampled[row] = 0",
+        "pass",
     ),
     Plant(
         "ending seen late", ROWS, "row] >= self.max_sampled[row]", "row] > self.max_sampled[row]"
@@ -184,7 +184,12 @@ PLANTS = (
         "elif self._running or len(",
         "elif True or len(",
     ),
-    Plant("line by arrival before place", QUEUES, "(*request.place, ", "(*request.place[::-1], "),
+    Plant(
+        "line by arrival before place",
+        QUEUES,
+        "(self._line, (rank, request.place[1],",
+        "(self._line, (request.place[1], rank,",
+    ),
     Plant(
         "best priority last",
         POLICY,
@@ -228,7 +233,7 @@ PLANTS = (
     Plant(
         "blocks freed and kept",
         SCHEDULER,
-        "self._blocks.free(request.block_ids)\n        request.block_ids = []",
+        "self._blocks.free(request.block_ids)\n            request.block_ids = []",
         "self._blocks.free(request.block_ids)",
     ),
     Plant("blocks leaked", SCHEDULER, "self._blocks.free(request.block_ids)", "pass"),
@@ -272,14 +277,14 @@ PLANTS = (
     Plant(
         "shared block freed",
         BLOCKS,
-        "self._ref_counts[blocks] -= 1",
-        "self._ref_counts[blocks] = 0",
+        "ref_counts[block_id] -= 1",
+        "ref_counts[block_id] = 0",
     ),
     Plant(
         "logical id freed for physical",
         BLOCKS,
-        "self._free_device.push(self._physical_ids[gone[is_on_device]])",
-        "self._free_device.push(gone[is_on_device])",
+        "self._free_device.push(physical_ids[True])",
+        "self._free_device.push(gone)",
     ),
     Plant(
         "last block never given",
@@ -296,10 +301,12 @@ PLANTS = (
     Plant(
         "freed block not found again",
         BLOCKS,
-        "self._lowest = min(self._lowest, int(ids.min()))",
+        "self._lowest = min(self._lowest, min(ids))",
         "pass",
     ),
-    Plant("swapped block stays taken", BLOCKS, "source.push(sources)", "pass"),
+    Plant(
+        "swapped block stays taken", BLOCKS, "source.push([copy.source for copy in copies])", "pass"
+    ),
     # Batches.
     Plant(
         "slot off by one",

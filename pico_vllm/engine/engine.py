@@ -187,6 +187,10 @@ class Engine:
         """End a request early; False (and no error) if it is unknown or has ended."""
         return self._scheduler.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that run go on with the blocks that they hold."""
+        self._scheduler.reset_prefix_cache()
+
     def has_work(self) -> bool:
         return (
             self._undelivered is not None
@@ -264,6 +268,7 @@ class Engine:
                         param="model",
                     )
             self._request_numbers = itertools.count()
+            self.reset_prefix_cache()
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()

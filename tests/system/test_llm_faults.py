@@ -55,7 +55,7 @@ def raising_at(
 
 
 def num_free_blocks(llm: LLM) -> int:
-    return llm.engine._scheduler._blocks.num_free_device_blocks
+    return llm.engine._scheduler._num_available_blocks
 
 
 # Failing steps and bad numbers.

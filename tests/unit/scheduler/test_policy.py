@@ -55,6 +55,7 @@ def test_the_oldest_finishes_whatever_arrives(policy: str) -> None:
         "fcfs": 0,
         "priority": ARRIVALS_PER_LEVEL,
         "shortest-prompt": 1200 // TOKENS_PER_ARRIVAL,
+        "longest-prefix-match": 0,  # without a cache
     }
     num_ended = 0
     while oldest.request_id not in world.ended:
@@ -93,7 +94,7 @@ def test_config_names_what_there_is() -> None:
     """scheduling_policy takes the registered names, and refuses others by naming them."""
     for name in POLICIES:
         EngineConfig(model="m", scheduling_policy=name)
-    with pytest.raises(ConfigError, match="fcfs, priority, shortest-prompt, not 'fair'"):
+    with pytest.raises(ConfigError, match="shortest-prompt, longest-prefix-match, not 'fair'"):
         EngineConfig(model="m", scheduling_policy="fair")
     with pytest.raises(ConfigError, match="long_prefill_token_threshold"):
         EngineConfig(model="m", long_prefill_token_threshold=0)
