@@ -142,6 +142,9 @@ class SimulatedRunner:
             )
             self._kv[target], self._tokens[target] = self._kv[source], self._tokens[source]
         batch = self._builder.build(plan)
+        sources = {copy.source for copy in plan.copies}
+        assert not sources & {copy.target for copy in plan.copies}, "copied from a copy"
+        assert not sources & set((batch.slot_mapping.numpy() // self._size).tolist())
         slots, starts = batch.slot_mapping.numpy(), batch.query_start_loc.numpy()
         inputs, positions = batch.token_ids.numpy(), batch.positions.numpy()
         table, seq_lens = batch.block_table.numpy(), batch.seq_lens.numpy()
