@@ -247,6 +247,9 @@ class Scheduler:
                     self._finish(request, reason)
         if self._prefixes is not None and plan.num_decodes < len(token_ids):
             self._publish_prompts(plan, running)
+        if FinishReason.ERROR in reasons:
+            # KV that was published before may be what gave the bad logits.
+            self.reset_prefix_cache()
         request_ids = tuple(compress(plan.request_ids, has_event))
         # Chunks alone get on where they go further than before a preemption.
         if (

@@ -12,6 +12,7 @@ from simulated import VOCAB, Clients, simulated_engine
 from test_preemption import force_preemption
 
 from pico_vllm.request import FinishReason, Request
+from pico_vllm.step import BAD_LOGITS, StepPlan, StepResult
 
 SMALL: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "max_num_seqs": 4, "budget": 64}
 NO_FOLLOWING = 10**6
@@ -199,6 +200,27 @@ def test_nothing_is_published_early(overlap: bool) -> None:
     assert cache.num_cached_blocks == 24 * (3 - overlap) // 16
     clients.engine._runner.on_run = lambda plan: None
     assert ask(clients, ids(80)).num_cached_tokens == 24 * (3 - overlap) // 16 * 16
+    clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_bad_logits_empty_the_cache(overlap: bool) -> None:
+    """Whoever shares a prompt that gave NaN after its first chunks were published does not get them
+    from the cache."""
+    clients = clients_of(overlap=overlap, max_prompt_tokens=16)
+    runner = clients.engine._runner
+    run = runner._run
+
+    def poisoned(plan: StepPlan) -> StepResult:
+        found = run(plan)
+        token_ids = np.where(plan.is_sampled, BAD_LOGITS, found.token_ids)
+        return StepResult(token_ids=token_ids)
+
+    runner._run = poisoned
+    request = ask(clients, ids(60))
+    assert clients.ended == {request.request_id: FinishReason.ERROR}
+    runner._run = run
+    assert ask(clients, ids(60)).num_cached_tokens == 0
     clients.check()
 
 
