@@ -3,9 +3,10 @@
     python tests/planted_faults.py [part of a name ...]
 
 Each plant replaces a text that occurs once in a file by a wrong one, in a copy of the project, and
-runs the tests of blocks, prefixes, scheduler and batches there. It prints who was killed and who survived,
-and ends with status 1 if more than one in fifteen did. Some minutes in all, so no test runs it;
-`tests/architecture/test_planted_faults.py` sees that every text is still there.
+runs the tests of blocks, prefixes, scheduler and batches there. It prints who was killed and who
+survived, and ends with status 1 if more than one in fifteen did. Some minutes in all, so no test
+runs it; `tests/architecture/test_planted_faults.py` sees that every text is
+still there.
 """
 
 from __future__ import annotations
@@ -381,7 +382,8 @@ PLANTS = (
     Plant(
         "locked leaf evicted",
         TREE,
-        "                if each.entry:\n                    self._leave_line(each)\n            each.lock_ref += 1\n            each.last_used",
+        "                if each.entry:\n                    self._leave_line(each)\n"
+        "            each.lock_ref += 1\n            each.last_used",
         "            each.lock_ref += 1\n            each.last_used",
     ),
     Plant(

@@ -38,13 +38,14 @@ class _FreeIds:
         """The lowest `count`, which must be there."""
         assert count <= self._count, (count, self._count)
         parts, missing, at = [np.zeros(0, np.int64)], count, self._lowest
+        width = max(self._WINDOW, 2 * missing)
         while missing > 0:
             assert at < len(self._is_free), "fewer ids are free than were counted"
-            width = max(self._WINDOW, 2 * missing)
             found = np.flatnonzero(self._is_free[at : at + width])[:missing] + at
             parts.append(found)
             missing -= len(found)
             at += width
+            width *= 2  # they may lie far apart
         ids = parts[-1] if len(parts) == 2 else np.concatenate(parts)
         if count:
             self._is_free[ids] = False

@@ -77,13 +77,14 @@ class PrefixCache:
         return self._tree.version
 
     def allocate(self, count: int) -> list[int] | None:
-        """As BlockManager's, after evicting what is missing."""
-        missing = count - self._blocks.num_free_device_blocks
-        if missing > 0:
-            if missing > self._tree.num_evictable_blocks:
-                return None
-            self._evict(missing)
-        return self._blocks.allocate(count)
+        """As BlockManager's; what is missing is evicted and changes hands."""
+        num_free = self._blocks.num_free_device_blocks
+        if count <= num_free:
+            return self._blocks.allocate(count)
+        if count - num_free > self._tree.num_evictable_blocks:
+            return None
+        evicted = self._evict(count - num_free)
+        return (self._blocks.allocate(num_free) or []) + evicted if num_free else evicted
 
     def match(self, tokens: Tokens, max_tokens: int, salt: str) -> Match:
         """What is there of the first max_tokens. Changes nothing."""
@@ -138,7 +139,7 @@ class PrefixCache:
             self._blocks.free(freed)
         excess = self._tree.num_evictable_blocks - self._max_evictable
         if excess > 0:
-            self._evict(excess)
+            self._blocks.free(self._evict(excess))
 
     def _keep(self, lease: Lease, tokens: Tokens, block_ids: list[int]) -> tuple[int, int]:
         """Put what a request leaves into the tree: full blocks and a tail. Returns how many of its
@@ -166,13 +167,13 @@ class PrefixCache:
         if block_ids:
             self._blocks.free(block_ids)
 
-    def _evict(self, count: int) -> None:
-        num_free = self._blocks.num_free_device_blocks
+    def _evict(self, count: int) -> list[int]:
+        """Take blocks out of the tree: whoever calls this holds them then."""
         gone = self._tree.evict(count)
-        self._blocks.free(gone)
-        assert self._blocks.num_free_device_blocks == num_free + len(gone), (
-            f"evicted {gone}, of which somebody still holds a block"
+        assert len(gone) == count and all(self._blocks.ref_count(i) == 1 for i in gone), (
+            f"evicted {gone} for {count}, some of which may be held by others"
         )
+        return gone
 
     def block_ids(self) -> set[int]:
         """Those that the tree holds."""

@@ -87,11 +87,12 @@ class Node:
         """Which entry of the line for eviction is this node's; 0 while it is not evictable."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Match:
-    """The longest cached prefix of some tokens."""
+    """The longest cached prefix of some tokens. Nobody changes it; a frozen one would take longer
+    to make than to find."""
 
-    path: tuple[Node, ...]
+    path: list[Node]
     """From the root on, the last one perhaps matched in part."""
     num_in_last: int
     """Blocks of the last node's edge that match."""
@@ -143,7 +144,7 @@ class RadixTree:
         size = self._block_bytes
         root = self._roots.get(salt)
         if root is None:
-            return Match((_NOWHERE,), 0, [])
+            return Match([_NOWHERE], 0, [])
         limit = max_tokens * TOKEN_BYTES
         node, path, block_ids, at = root, [root], [], 0
         while at + size <= limit:
@@ -164,13 +165,13 @@ class RadixTree:
             num_copied = num_matched - num_blocks * size // TOKEN_BYTES
             if num_copied:
                 return Match(
-                    tuple(path), num_blocks, block_ids, child, child.block_ids[num_blocks],
+                    path, num_blocks, block_ids, child, child.block_ids[num_blocks],
                     num_copied,
                 )  # fmt: skip
-            return Match(tuple(path), num_blocks, block_ids)
+            return Match(path, num_blocks, block_ids)
         wanted = tokens[at : min(at + size, limit)]
         source, source_block, num_copied = self._best_part(node, wanted)
-        return Match(tuple(path), len(node.block_ids), block_ids, source, source_block, num_copied)
+        return Match(path, len(node.block_ids), block_ids, source, source_block, num_copied)
 
     def _best_part(self, node: Node, wanted: Tokens) -> tuple[Node | None, int, int]:
         """The block after a node that begins with most of the wanted tokens."""
@@ -275,8 +276,8 @@ class RadixTree:
         return True
 
     def evict(self, count: int) -> list[int]:
-        """Take out unlocked blocks, at least so many if there are, and return them: leaves in the
-        policy's order, each from its end."""
+        """Take out unlocked blocks, so many if there are, and return them: leaves in the policy's
+        order, each from its end."""
         gone: list[int] = []
         while len(gone) < count and self._num_evictable_leaves:
             _, entry, node = heapq.heappop(self._line)

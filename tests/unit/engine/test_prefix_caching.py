@@ -185,21 +185,23 @@ def test_a_leader_that_goes(end: str, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_published_early(overlap: bool) -> None:
+@pytest.mark.parametrize("chunk", [15, 16, 17, 24, 31])
+def test_nothing_is_published_early(chunk: int, overlap: bool) -> None:
     """A prompt in chunks can be found up to its last full block of a committed step, no further;
     what an error ended publishes nothing more."""
-    clients = clients_of(overlap=overlap, max_prompt_tokens=24, min_awaited_tokens=NO_FOLLOWING)
-    clients.ask(ids(80), 4)
+    clients = clients_of(overlap=overlap, max_prompt_tokens=chunk, min_awaited_tokens=NO_FOLLOWING)
+    clients.ask(ids(100), 4)
     cache = clients.engine._scheduler._prefixes.cache
+    num_full = 0
     for step in range(3):
-        committed = max(0, 24 * (step + 1 - overlap))
         clients.step()
-        assert cache.num_cached_blocks == min(committed, 80) // 16
+        num_full = chunk * (step + 1 - overlap) // 16
+        assert cache.num_cached_blocks == num_full
     clients.engine._runner.on_run = lambda plan: 1 / 0
     clients.step()
-    assert cache.num_cached_blocks == 24 * (3 - overlap) // 16
+    assert cache.num_cached_blocks == num_full
     clients.engine._runner.on_run = lambda plan: None
-    assert ask(clients, ids(80)).num_cached_tokens == 24 * (3 - overlap) // 16 * 16
+    assert ask(clients, ids(100)).num_cached_tokens == num_full * 16
     clients.check()
 
 
