@@ -206,6 +206,22 @@ def test_nothing_is_published_early(chunk: int, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_a_failing_step_keeps_no_answers(overlap: bool) -> None:
+    """Of a request that an error ended the prompt stays cached, as far as it was published, and
+    nothing of its answer."""
+    clients = clients_of(overlap=overlap)
+    request = clients.ask(ids(20), 40)
+    for _ in range(25):
+        clients.step()
+    clients.engine._runner.on_run = lambda plan: 1 / 0
+    clients.step()
+    clients.engine._runner.on_run = lambda plan: None
+    turn = [*ids(20), *request.output_token_ids]
+    assert len(turn) > 40 and ask(clients, turn).num_cached_tokens == 16
+    clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_bad_logits_empty_the_cache(overlap: bool) -> None:
     """Whoever shares a prompt that gave NaN after its first chunks were published does not get them
     from the cache."""
