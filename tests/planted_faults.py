@@ -358,7 +358,6 @@ PLANTS = (
         "request.block_ids[first : first + len(found)] = found",
         "pass",
     ),
-    Plant("exchange outlives its row", SCHEDULER, "self._exchanged.pop(request.row, None)", "pass"),
     Plant("cached blocks not told", SCHEDULER, "if held and row in entering:", "if False:"),
     Plant(
         "followers forgotten",
