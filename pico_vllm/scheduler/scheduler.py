@@ -339,8 +339,11 @@ class Scheduler:
                     continue
                 if unclaimed is None:
                     unclaimed = self._num_unclaimed_blocks()
-                match, needed = self._match(request, unclaimed - watermark)
-                has_room = needed + watermark <= unclaimed
+                # Its last token needs a block whatever is cached.
+                has_room = unclaimed > watermark
+                if has_room:
+                    match, needed = self._match(request, unclaimed - watermark)
+                    has_room = needed + watermark <= unclaimed
             if not has_room:
                 if not (self._preempts_to_admit and self._make_way(request)):
                     return
