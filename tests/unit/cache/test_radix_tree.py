@@ -211,6 +211,15 @@ def test_the_order_of_each_policy() -> None:
         assert found == wanted, name
 
 
+def test_what_becomes_a_leaf_stands_where_its_last_use_was() -> None:
+    """A node whose children were evicted comes before leaves that were used after it."""
+    tree = RadixTree(1)
+    put(tree, [1], [1], 1)
+    put(tree, [1, 2], [1, 2], 1)
+    put(tree, [9], [9], 1)
+    assert [tree.evict(1) for _ in range(3)] == [[2], [1], [9]]
+
+
 def test_the_line_of_leaves_stays_short() -> None:
     """A leaf that is used again and again leaves no pile of entries, and stays within reach."""
     tree = RadixTree(1)
