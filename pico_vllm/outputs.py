@@ -20,6 +20,8 @@ class StepEvents:
     finish_reasons: tuple[FinishReason | None, ...] = ()
     logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Of requests that got their first token, where any of the prompt was cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """None for the first token, which nothing predicts."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt whose KV was cached when the first answer began, so that they were not
+    computed."""
 
     @property
     def finished(self) -> bool:

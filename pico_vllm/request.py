@@ -56,6 +56,8 @@ class Request:
     not taken."""
     num_computed: int = 0
     """Most tokens that were computed before it was preempted."""
+    num_cached_tokens: int | None = None
+    """Prefix-cache hit when it first entered; None before."""
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log-probabilities were given."""
     finish_reason: FinishReason | None = None

@@ -20,6 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_SALT_CHARS = 1024
 MAX_ENDING_IDS = 256
 """Ids that min_tokens holds back: the request's stop ids and the model's EOS ids together."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -71,6 +72,9 @@ class SamplingParams:
     """False gives ids only and empty text."""
     priority: int = 0
     """Lower leaves the waiting line sooner, under scheduling_policy priority; in [-1000, 1000]."""
+    cache_salt: str | None = None
+    """Cached prefixes are shared among requests of the same salt only; those without one share
+    theirs among themselves."""
     stop_strings: tuple[str, ...] = field(init=False, default=())
     """`stop` as a tuple."""
 
@@ -108,6 +112,13 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"{name} must be True or False, not {_show(getattr(self, name))}", param=name
                 )
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS):
+            raise InvalidRequestError(
+                f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, not "
+                f"{_show(salt)}",
+                param="cache_salt",
+            )
         object.__setattr__(self, "stop_strings", _checked_stop(self.stop))
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError(

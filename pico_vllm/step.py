@@ -33,13 +33,22 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBlocks:
-    """Blocks appended to a row's block table."""
+    """Blocks appended to a row's block table, or put there in place of others."""
 
     row: int
     index: int
     """Place of the first one in the table."""
     block_ids: Sequence[int]
     """Physical device ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One block's KV has to be copied from physical id `source` to `target`, of the other pool or
+    of the same."""
+
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,8 @@ class StepPlan:
     repeats: bool = False
     """Whether the requests are those of the plan before, which all decoded in it and decode on: a
     runner may use again what it made for that one."""
+    copies: tuple[BlockCopy, ...] = ()
+    """Within the device pool, before anything is computed; no target is a source."""
 
     @property
     def num_tokens(self) -> int:

@@ -3,9 +3,10 @@
     python tests/planted_faults.py [part of a name ...]
 
 Each plant replaces a text that occurs once in a file by a wrong one, in a copy of the project, and
-runs the tests of blocks, scheduler and batches there. It prints who was killed and who survived,
-and ends with status 1 if more than one in fifteen did. Some minutes in all, so no test runs it;
-`tests/architecture/test_planted_faults.py` sees that every text is still there.
+runs the tests of blocks, prefixes, scheduler and batches there. It prints who was killed and who
+survived, and ends with status 1 if more than one in fifteen did. Some minutes in all, so no test
+runs it; `tests/architecture/test_planted_faults.py` sees that every text is
+still there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 120
 MAX_SURVIVING = 1 / 15
 UNIT_TESTS = (
+    "tests/unit/cache/test_radix_tree.py",
+    "tests/unit/cache/test_prefix_cache.py",
+    "tests/unit/engine/test_prefix_caching.py",
     "tests/unit/engine/test_batch_builder.py",
     "tests/unit/engine/test_device_batch.py",
     "tests/unit/scheduler",
@@ -32,7 +36,7 @@ UNIT_TESTS = (
 )
 RUNS = (
     (*UNIT_TESTS, "-k", "not Machine"),
-    ("tests/system/test_llm_preemption.py",),
+    ("tests/system/test_llm_preemption.py", "tests/system/test_llm_prefix_cache.py"),
     # The state machines last: they take longest, and few plants are left for them.
     (*UNIT_TESTS, "-k", "Machine"),
 )
@@ -59,6 +63,9 @@ SCHEDULER = "pico_vllm/scheduler/scheduler.py"
 ROWS = "pico_vllm/scheduler/rows.py"
 QUEUES = "pico_vllm/scheduler/queues.py"
 POLICY = "pico_vllm/scheduler/policy.py"
+PREFIXES = "pico_vllm/scheduler/prefixes.py"
+TREE = "pico_vllm/cache/radix_tree.py"
+CACHE = "pico_vllm/cache/prefix_cache.py"
 BLOCKS = "pico_vllm/cache/block_manager.py"
 BUILDER = "pico_vllm/engine/batch_builder.py"
 DEVICE = "pico_vllm/engine/device_batch.py"
@@ -82,13 +89,13 @@ PLANTS = (
     Plant(
         "victim stays in the plan",
         SCHEDULER,
-        "is_kept[index] = False\n                lacking -= int(missing[index])\n            lack",
-        "lacking -= int(missing[index])\n            lack",
+        "is_kept[index] = False\n            self._preempt(victim)",
+        "pass\n            self._preempt(victim)",
     ),
     Plant(
         "victim's blocks not counted",
         SCHEDULER,
-        "lacking -= int(state.num_blocks[victim.row])",
+        "lacking = int(missing[is_kept].sum()) - self._num_available_blocks",
         "pass",
     ),
     Plant(
@@ -127,8 +134,8 @@ PLANTS = (
     Plant(
         "row keeps its samples",
         ROWS,
-        "self.num_sampled[row] = self.num_blocks[row] = 0",
-        "self.num_blocks[row] = 0",
+        "self.num_sampled[row] = 0",
+        "pass",
     ),
     Plant(
         "ending seen late", ROWS, "row] >= self.max_sampled[row]", "row] > self.max_sampled[row]"
@@ -184,7 +191,12 @@ PLANTS = (
         "elif self._running or len(",
         "elif True or len(",
     ),
-    Plant("line by arrival before place", QUEUES, "(*request.place, ", "(*request.place[::-1], "),
+    Plant(
+        "line by arrival before place",
+        QUEUES,
+        "(self._line, (rank, request.place[1],",
+        "(self._line, (request.place[1], rank,",
+    ),
     Plant(
         "best priority last",
         POLICY,
@@ -228,7 +240,7 @@ PLANTS = (
     Plant(
         "blocks freed and kept",
         SCHEDULER,
-        "self._blocks.free(request.block_ids)\n        request.block_ids = []",
+        "self._blocks.free(request.block_ids)\n            request.block_ids = []",
         "self._blocks.free(request.block_ids)",
     ),
     Plant("blocks leaked", SCHEDULER, "self._blocks.free(request.block_ids)", "pass"),
@@ -272,14 +284,14 @@ PLANTS = (
     Plant(
         "shared block freed",
         BLOCKS,
-        "self._ref_counts[blocks] -= 1",
-        "self._ref_counts[blocks] = 0",
+        "ref_counts[block_id] -= 1",
+        "ref_counts[block_id] = 0",
     ),
     Plant(
         "logical id freed for physical",
         BLOCKS,
-        "self._free_device.push(self._physical_ids[gone[is_on_device]])",
-        "self._free_device.push(gone[is_on_device])",
+        "self._free_device.push(physical_ids[True])",
+        "self._free_device.push(gone)",
     ),
     Plant(
         "last block never given",
@@ -296,10 +308,125 @@ PLANTS = (
     Plant(
         "freed block not found again",
         BLOCKS,
-        "self._lowest = min(self._lowest, int(ids.min()))",
+        "self._lowest = min(self._lowest, min(ids))",
         "pass",
     ),
-    Plant("swapped block stays taken", BLOCKS, "source.push(sources)", "pass"),
+    Plant(
+        "swapped block stays taken", BLOCKS, "source.push([copy.source for copy in copies])", "pass"
+    ),
+    # Cached prefixes.
+    Plant(
+        "nothing left to compute",
+        PREFIXES,
+        "max_tokens = request.num_tokens - 1",
+        "max_tokens = request.num_tokens",
+    ),
+    Plant(
+        "published before it is full",
+        SCHEDULER,
+        "publish(request, ends[index])",
+        "publish(request, ends[index] + 1)",
+    ),
+    Plant(
+        "last token published uncomputed",
+        SCHEDULER,
+        "return request.num_tokens - 1 if",
+        "return request.num_tokens if",
+    ),
+    Plant(
+        "an error publishes", SCHEDULER, "0 if reason is FinishReason.ERROR else", "0 if False else"
+    ),
+    Plant("bad KV stays", SCHEDULER, "if FinishReason.ERROR in reasons:", "if False:"),
+    Plant(
+        "log-probabilities of cached tokens",
+        PREFIXES,
+        "            max_tokens = 0",
+        "            pass",
+    ),
+    Plant(
+        "salt not asked for",
+        PREFIXES,
+        'self.cache.match(tokens, max_tokens, request.params.cache_salt or "")',
+        'self.cache.match(tokens, max_tokens, "")',
+    ),
+    Plant(
+        "exchanged blocks not told", SCHEDULER, "        if self._exchanged:", "        if False:"
+    ),
+    Plant(
+        "own blocks kept beside others'",
+        PREFIXES,
+        "request.block_ids[first : first + len(found)] = found",
+        "pass",
+    ),
+    Plant("cached blocks not told", SCHEDULER, "if held and row in entering:", "if False:"),
+    Plant(
+        "followers forgotten",
+        PREFIXES,
+        "        request.block_ids = []\n        self._let_go_of(running, None)",
+        "        request.block_ids = []",
+    ),
+    Plant(
+        "followers wait to the end",
+        PREFIXES,
+        "self._let_go_of(running, running.lease.num_blocks)",
+        "pass",
+    ),
+    Plant("nobody follows", PREFIXES, "self._leaders.setdefault(running.key, request_id)", "pass"),
+    Plant(
+        "lock above the match",
+        TREE,
+        "node = self._cut(node, match.num_in_last)\n",
+        "node = match.path[-2]\n",
+    ),
+    Plant(
+        "locked leaf evicted",
+        TREE,
+        "                if each.entry:\n                    self._leave_line(each)\n"
+        "            each.lock_ref += 1\n            each.last_used",
+        "            each.lock_ref += 1\n            each.last_used",
+    ),
+    Plant(
+        "parent of an evicted leaf lost",
+        TREE,
+        "        if not parent.children and parent.lock_ref == 0:",
+        "        if False:",
+    ),
+    Plant("cut edge unlocked", TREE, "upper.lock_ref = node.lock_ref", "pass"),
+    Plant(
+        "part found on one side only",
+        TREE,
+        "node.keys[max(0, index - 1) : index + 1]",
+        "node.keys[index : index + 1]",
+    ),
+    Plant(
+        "old match after an eviction",
+        TREE,
+        "        self.version += 1\n        return gone",
+        "        return gone",
+    ),
+    Plant("uses not noted", TREE, "            each.last_used = clock\n", ""),
+    Plant(
+        "source given away",
+        CACHE,
+        "            self._tree.lock_node(match.source, priority)",
+        "            pass",
+    ),
+    Plant(
+        "source of a copy not counted", TREE, "found += len(source.block_ids) - (", "found += 0 * ("
+    ),
+    Plant(
+        "evictable blocks not available",
+        CACHE,
+        "return self._blocks.num_free_device_blocks + self._tree.num_evictable_blocks",
+        "return self._blocks.num_free_device_blocks",
+    ),
+    Plant("cache without a bound", CACHE, "        if excess > 0:", "        if False:"),
+    Plant(
+        "old leases publish",
+        CACHE,
+        "if lease.tree is not self._tree or not block_ids:",
+        "if not block_ids:",
+    ),
     # Batches.
     Plant(
         "slot off by one",

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from pico_vllm.cache.block_manager import BlockManager
+from pico_vllm.cache.prefix_cache import PrefixCache
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.engine.batch_builder import BatchBuilder
 from pico_vllm.engine.engine import Engine
@@ -135,7 +136,15 @@ class SimulatedRunner:
         for new in plan.new_rows:
             self._new[new.row] = new
             self._last_tokens[new.row] = -7
+        for copy in plan.copies:
+            source, target = (
+                np.arange(self._size) + i * self._size for i in (copy.source, copy.target)
+            )
+            self._kv[target], self._tokens[target] = self._kv[source], self._tokens[source]
         batch = self._builder.build(plan)
+        sources = {copy.source for copy in plan.copies}
+        assert not sources & {copy.target for copy in plan.copies}, "copied from a copy"
+        assert not sources & set((batch.slot_mapping.numpy() // self._size).tolist())
         slots, starts = batch.slot_mapping.numpy(), batch.query_start_loc.numpy()
         inputs, positions = batch.token_ids.numpy(), batch.positions.numpy()
         table, seq_lens = batch.block_table.numpy(), batch.seq_lens.numpy()
@@ -201,6 +210,7 @@ def make_request(
     min_tokens: int = 0,
     priority: int = 0,
     prompt_logprobs: int | None = None,
+    cache_salt: str | None = None,
 ) -> Request:
     return Request(
         request_id=f"r{number}",
@@ -210,6 +220,7 @@ def make_request(
             min_tokens=min_tokens,
             priority=priority,
             prompt_logprobs=prompt_logprobs,
+            cache_salt=cache_salt,
         ),
         max_tokens=max_tokens,
         stop_token_ids=frozenset(stop),
@@ -227,8 +238,11 @@ def simulated_engine(
     overlap: bool,
     policy: str = "fcfs",
     max_prompt_tokens: int | None = None,
+    cache: dict[str, Any] | None = None,
+    min_awaited_tokens: int = 1,
 ) -> Engine:
-    """The real engine and scheduler over a simulated model whose window is the pool."""
+    """The real engine and scheduler over a simulated model whose window is the pool. cache:
+    settings of a PrefixCache; None is without."""
     config = EngineConfig(
         model="simulated",
         max_model_len=num_blocks * block_size,
@@ -236,14 +250,21 @@ def simulated_engine(
         max_num_batched_tokens=budget,
         overlap="on" if overlap else "off",
     )
+    blocks = BlockManager(num_blocks)
+    prefix_cache = None
+    if cache is not None:
+        prefix_cache = PrefixCache(blocks, block_size=block_size, **cache)
     scheduler = Scheduler(
-        BlockManager(num_blocks),
+        blocks,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         policy=policy,
         max_prompt_tokens=max_prompt_tokens,
+        prefix_cache=prefix_cache,
     )
+    if scheduler._prefixes is not None:
+        scheduler._prefixes.min_awaited_tokens = min_awaited_tokens
     runner = SimulatedRunner(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -265,8 +286,13 @@ class Clients:
         self.ended: dict[str, FinishReason] = {}
 
     def add(self, prompt_len: int, max_tokens: int, **others: Any) -> Request:
+        """A prompt that shares nothing with any other."""
         number = len(self.requests)
         prompt = np.random.default_rng(number).integers(0, VOCAB, prompt_len).tolist()
+        return self.ask(prompt, max_tokens, **others)
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, **others: Any) -> Request:
+        number = len(self.requests)
         request = make_request(number, prompt, max_tokens, **others)
         self.requests[request.request_id] = request
         self.answers[request.request_id] = []
@@ -309,7 +335,7 @@ class Clients:
         """All have ended, each with what it answers alone, and nothing is held."""
         scheduler = self.engine._scheduler
         assert self.requests.keys() == self.ended.keys()
-        assert scheduler._blocks.num_free_device_blocks == scheduler._blocks.num_device_blocks
+        assert scheduler._num_available_blocks == scheduler._blocks.num_device_blocks
         for request_id, request in self.requests.items():
             answer, wanted = self.answers[request_id], answer_alone(request)
             reason = self.ended[request_id]

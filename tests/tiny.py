@@ -230,12 +230,12 @@ class Canary:
 
 
 def assert_idle(llm: LLM) -> None:
-    """No request is left anywhere, and every block is free."""
+    """No request is left anywhere, and every block is free or cached."""
     scheduler = llm.engine._scheduler
     llm.engine.check_invariants()
     assert not llm.engine.has_work()
     assert (scheduler.num_running, scheduler.num_waiting, len(llm._processor)) == (0, 0, 0)
-    assert scheduler._blocks.num_free_device_blocks == llm.config.num_kv_blocks
+    assert scheduler._num_available_blocks == llm.config.num_kv_blocks
 
 
 @contextmanager

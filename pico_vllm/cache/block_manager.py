@@ -12,20 +12,13 @@ have ref_count >= 1; free + live = size, in both pools.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pico_vllm.step import BlockCopy
+
 NULL_BLOCK = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """One block's KV has to move from physical id `source` of one pool to `target` of the other."""
-
-    source: int
-    target: int
 
 
 class _FreeIds:
@@ -45,13 +38,14 @@ class _FreeIds:
         """The lowest `count`, which must be there."""
         assert count <= self._count, (count, self._count)
         parts, missing, at = [np.zeros(0, np.int64)], count, self._lowest
+        width = max(self._WINDOW, 2 * missing)
         while missing > 0:
             assert at < len(self._is_free), "fewer ids are free than were counted"
-            width = max(self._WINDOW, 2 * missing)
             found = np.flatnonzero(self._is_free[at : at + width])[:missing] + at
             parts.append(found)
             missing -= len(found)
             at += width
+            width *= 2  # they may lie far apart
         ids = parts[-1] if len(parts) == 2 else np.concatenate(parts)
         if count:
             self._is_free[ids] = False
@@ -59,10 +53,10 @@ class _FreeIds:
             self._count -= count
         return ids
 
-    def push(self, ids: NDArray[np.int64]) -> None:
-        if len(ids):
+    def push(self, ids: list[int]) -> None:
+        if ids:
             self._is_free[ids] = True
-            self._lowest = min(self._lowest, int(ids.min()))
+            self._lowest = min(self._lowest, min(ids))
             self._count += len(ids)
 
     def __len__(self) -> int:
@@ -83,10 +77,11 @@ class BlockManager:
         self._free_host = _FreeIds(range(num_host_blocks))
         size = num_device_blocks + num_host_blocks + 1
         self._free_blocks = _FreeIds(range(1, size))
-        # By logical id; arrays, since a long prompt has hundreds of blocks.
-        self._ref_counts = np.zeros(size, np.int32)
-        self._is_on_device = np.zeros(size, np.bool_)
-        self._physical_ids = np.zeros(size, np.int64)
+        # By logical id. Lists: callers have lists of ids, and for the hundreds of blocks of a long
+        # prompt a loop over them takes less than making an array of them.
+        self._ref_counts = [0] * size
+        self._is_on_device = [False] * size
+        self._physical_ids = [0] * size
 
     @property
     def num_free_device_blocks(self) -> int:
@@ -101,43 +96,54 @@ class BlockManager:
         are free."""
         if count > len(self._free_device):
             return None
-        blocks = self._free_blocks.pop(count)
-        self._ref_counts[blocks] = 1
-        self._is_on_device[blocks] = True
-        self._physical_ids[blocks] = self._free_device.pop(count)
-        block_ids: list[int] = blocks.tolist()
+        block_ids: list[int] = self._free_blocks.pop(count).tolist()
+        for block_id, physical_id in zip(
+            block_ids, self._free_device.pop(count).tolist(), strict=True
+        ):
+            self._ref_counts[block_id] = 1
+            self._is_on_device[block_id] = True
+            self._physical_ids[block_id] = physical_id
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Count one more holder of each block, each named once."""
-        self._ref_counts[self._live(block_ids)] += 1
+        self._check_live(block_ids)
+        ref_counts = self._ref_counts
+        for block_id in block_ids:
+            ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Count one holder less of each block, each named once; a block that nobody holds goes back
         to its pool."""
-        blocks = self._live(block_ids)
-        self._ref_counts[blocks] -= 1
-        gone = blocks[self._ref_counts[blocks] == 0]
-        is_on_device = self._is_on_device[gone]
-        self._free_device.push(self._physical_ids[gone[is_on_device]])
-        self._free_host.push(self._physical_ids[gone[~is_on_device]])
-        self._free_blocks.push(gone)
+        self._check_live(block_ids)
+        ref_counts, gone = self._ref_counts, []
+        for block_id in block_ids:
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
+                gone.append(block_id)
+        if gone:
+            physical_ids: tuple[list[int], list[int]] = ([], [])
+            for block_id in gone:
+                physical_ids[self._is_on_device[block_id]].append(self._physical_ids[block_id])
+            self._free_host.push(physical_ids[False])
+            self._free_device.push(physical_ids[True])
+            self._free_blocks.push(gone)
 
     def ref_count(self, block_id: int) -> int:
         """Holders of a block; 0 once it is gone."""
-        return int(self._ref_counts[block_id])
+        return self._ref_counts[block_id]
 
     def is_on_device(self, block_id: int) -> bool:
-        return bool(self._is_on_device[self._live([block_id])[0]])
+        self._check_live([block_id])
+        return self._is_on_device[block_id]
 
     def device_ids(self, block_ids: Sequence[int]) -> list[int]:
         """Physical device ids, for block tables and slots."""
-        blocks = self._live(block_ids)
-        assert self._is_on_device[blocks].all(), (
+        self._check_live(block_ids)
+        assert all(map(self._is_on_device.__getitem__, block_ids)), (
             f"a request may not compute on host blocks: {block_ids}"
         )
-        physical_ids: list[int] = self._physical_ids[blocks].tolist()
-        return physical_ids
+        return list(map(self._physical_ids.__getitem__, block_ids))
 
     def swap_out(self, block_ids: Sequence[int]) -> list[BlockCopy] | None:
         """Move blocks to the host pool. None (and nothing changed) if it has too little room.
@@ -156,34 +162,36 @@ class BlockManager:
             if to_device
             else (self._free_device, self._free_host)
         )
-        blocks = self._live(block_ids)
-        assert (self._is_on_device[blocks] != to_device).all(), f"already there: {block_ids}"
-        if len(blocks) > len(target):
+        self._check_live(block_ids)
+        assert all(self._is_on_device[block_id] != to_device for block_id in block_ids), (
+            f"already there: {block_ids}"
+        )
+        if len(block_ids) > len(target):
             return None
-        sources, targets = self._physical_ids[blocks], target.pop(len(blocks))
-        source.push(sources)
-        self._physical_ids[blocks] = targets
-        self._is_on_device[blocks] = to_device
-        return [BlockCopy(*pair) for pair in zip(sources.tolist(), targets.tolist(), strict=True)]
+        copies = []
+        for block_id, target_id in zip(block_ids, target.pop(len(block_ids)).tolist(), strict=True):
+            copies.append(BlockCopy(self._physical_ids[block_id], target_id))
+            self._physical_ids[block_id] = target_id
+            self._is_on_device[block_id] = to_device
+        source.push([copy.source for copy in copies])
+        return copies
 
-    def _live(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
+    def _check_live(self, block_ids: Sequence[int]) -> None:
         assert len(set(block_ids)) == len(block_ids), f"a block named twice: {block_ids}"
-        blocks = np.array(block_ids, np.int64)
-        if (self._ref_counts[blocks] <= 0).any():
+        if not all(map(self._ref_counts.__getitem__, block_ids)):
             raise KeyError(f"of the blocks {block_ids} some are nobody's")
-        return blocks
 
     def check_invariants(self) -> None:
-        assert (self._ref_counts >= 0).all(), "fewer holders than none"
-        live = np.flatnonzero(self._ref_counts)
-        is_on_device = self._is_on_device[live]
+        assert min(self._ref_counts) >= 0, "fewer holders than none"
+        live = [block_id for block_id, count in enumerate(self._ref_counts) if count]
         device, host = (
-            self._physical_ids[live[of_pool]].tolist() for of_pool in (is_on_device, ~is_on_device)
+            [self._physical_ids[i] for i in live if self._is_on_device[i] is of_pool]
+            for of_pool in (True, False)
         )
         for name, ids, free, all_ids in (
             ("device pool", device, self._free_device, range(1, self.num_device_blocks + 1)),
             ("host pool", host, self._free_host, range(self.num_host_blocks)),
-            ("ids", live.tolist(), self._free_blocks, range(1, len(self._ref_counts))),
+            ("ids", live, self._free_blocks, range(1, len(self._ref_counts))),
         ):
             assert sorted([*ids, *free.ids()]) == list(all_ids), name
             assert len(free) == len(free.ids()), f"{name}: miscounted"

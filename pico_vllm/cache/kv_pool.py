@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pico_vllm.cache.block_manager import BlockCopy
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.cpu.kv_rows import KVRows
@@ -32,6 +31,7 @@ from pico_vllm.kernels.cpu.paged_decode import (
 from pico_vllm.kernels.cpu.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
 from pico_vllm.kernels.cpu.store_kv import StorePlan, plan_store, store_kv, store_rows
 from pico_vllm.kernels.cpu.tiles import tile_tokens
+from pico_vllm.step import BlockCopy
 
 
 def allocate_pool(
@@ -111,6 +111,10 @@ class PagedKV:
         )
         prefill.bind(self._kv_rows)
         return PagedStep(self._layers, n, store, decode, prefill, self._scale)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Within the device pool."""
+        _copy_blocks(self.device_pool, self.device_pool, copies)
 
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """Device to host."""

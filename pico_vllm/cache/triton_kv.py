@@ -16,6 +16,7 @@ from torch import Tensor
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels import hopper_decode
+from pico_vllm.kernels.copy_blocks import copy_blocks
 from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import DecodeScratch, paged_decode, rope_paged_decode
 from pico_vllm.kernels.paged_prefill import PrefillConfig, choose_config, paged_prefill
@@ -65,6 +66,10 @@ class TritonKV:
 
     def for_step(self, batch: ForwardBatch) -> TritonStep:
         return TritonStep(self, batch)
+
+    def copy_blocks(self, copies_2C: Tensor) -> None:
+        """Sources and targets, int32 on the device."""
+        copy_blocks(self.device_pool, copies_2C)
 
 
 class TritonStep:

@@ -32,7 +32,11 @@ _DEFAULTS: dict[str, Any] = {
     "temperature": 0.7,
     "top_p": 0.95,
 }
-_FLAGS = {(EngineConfig, "num_threads"): "--threads", (SamplingParams, "seed"): "--sample-seed"}
+_FLAGS = {
+    (EngineConfig, "num_threads"): "--threads",
+    (EngineConfig, "enable_prefix_caching"): "--prefix-cache",
+    (SamplingParams, "seed"): "--sample-seed",
+}
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "max_tokens": {
         "help": "Most tokens to generate.",
@@ -48,6 +52,7 @@ _NO_OPTION = {
     "logit_bias",  # a mapping
     "prompt_logprobs",  # shown by no command
     "priority",  # a command has one request
+    "cache_salt",
     "detokenize",  # every command shows text,
     "skip_special_tokens",  # and text for people
 }

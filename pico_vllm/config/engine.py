@@ -26,7 +26,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kernels": ("auto", "triton", "attention", "plain"),
     "cuda_graph": ("lazy", "eager-start", "off"),
     "overlap": ("auto", "on", "off"),
-    "scheduling_policy": ("fcfs", "priority", "shortest-prompt"),
+    "scheduling_policy": ("fcfs", "priority", "shortest-prompt", "longest-prefix-match"),
+    "enable_prefix_caching": ("auto", "on", "off"),
+    "eviction_policy": ("lru", "lfu", "fifo", "priority"),
 }
 WITH_TRITON = ("triton", "attention")
 """Of kernels: those whose attention, and with it the batch and its runner, is Triton's."""
@@ -82,11 +84,24 @@ class EngineConfig:
     chunks, preempted or not. Kernels that do not depend on the batch's size take longer."""
     scheduling_policy: str = "fcfs"
     """Who leaves the waiting line first: fcfs the first to come, priority the lowest priority,
-    shortest-prompt the shortest prompt; with the last two a request counts for more the longer it
-    waits. With priority one that waits may also preempt those that run and come after it."""
+    shortest-prompt the shortest prompt, longest-prefix-match the one with most cached tokens; with
+    the last three a request counts for more the longer it waits. With priority one that waits may
+    also preempt those that run and come after it."""
     long_prefill_token_threshold: int | None = None
     """Most tokens of one prompt computed in one step, which leaves the rest of
     max_num_batched_tokens to other prompts; None sets no limit of its own."""
+    enable_prefix_caching: str = "auto"
+    """on keeps KV blocks of prompts and answers, as long as nobody needs their memory, for requests
+    that begin with the same tokens; auto is on with kv paged."""
+    cow_min_tokens: int = 8
+    """From how many cached tokens of a block on they are copied rather than computed, where the
+    whole block does not match."""
+    eviction_policy: str = "lru"
+    """Which cached blocks go first: lru those used longest ago, lfu those that fewest requests have
+    used, fifo the oldest, priority those that only requests of the highest priority number have
+    used."""
+    max_cached_fraction: float = 1.0
+    """Most of the KV blocks that cached prefixes may take which no running request uses."""
     num_threads: int | None = None
     """CPU threads, of all engines in this process; None takes the cores it may use."""
 
@@ -125,6 +140,7 @@ class EngineConfig:
             ("max_model_len", 2, 1 << 31),  # one token of prompt and one of answer
             ("num_kv_blocks", 1, 1 << 31),
             ("long_prefill_token_threshold", 1, 1 << 31),
+            ("cow_min_tokens", 1, 1 << 31),
             ("num_threads", 1, 1024),
         ):
             if getattr(self, name) is not None:
@@ -144,6 +160,16 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], not {show(utilization)}",
                 param="gpu_memory_utilization",
+            )
+        fraction = self.max_cached_fraction
+        if (
+            isinstance(fraction, bool)
+            or not isinstance(fraction, (int, float))
+            or not 0 <= fraction <= 1
+        ):
+            raise ConfigError(
+                f"max_cached_fraction must be in [0, 1], not {show(fraction)}",
+                param="max_cached_fraction",
             )
         if (
             isinstance(self.seed, bool)
@@ -183,7 +209,7 @@ class EngineConfig:
 
         Raises:
             ConfigError: the window asked for is longer than the model's, or a sliding window would
-            cut it; or blocks are counted for a cache without them.
+            cut it; or something is asked of a cache that needs one with blocks.
         """
         if self.kv != "paged" and self.num_kv_blocks is not None:
             raise ConfigError(
@@ -261,8 +287,23 @@ class EngineConfig:
                 "last ids are not known yet; use overlap off",
                 param="overlap",
             )
+        prefix_caching = self.enable_prefix_caching
+        if prefix_caching == "auto":
+            prefix_caching = "on" if self.kv == "paged" else "off"
+        if prefix_caching == "on" and self.kv != "paged":
+            raise ConfigError(
+                f"enable_prefix_caching on needs kv paged, not {self.kv}: prefixes are shared in "
+                "blocks; use enable_prefix_caching off",
+                param="enable_prefix_caching",
+            )
+        if self.scheduling_policy == "longest-prefix-match" and prefix_caching == "off":
+            raise ConfigError(
+                "scheduling_policy longest-prefix-match needs enable_prefix_caching on; use fcfs",
+                param="scheduling_policy",
+            )
         return replace(
             self,
+            enable_prefix_caching=prefix_caching,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
             kernels=kernels,

@@ -192,6 +192,10 @@ class Engine:
         """Times that a request gave its blocks back, since the engine began."""
         return self._scheduler.num_preemptions
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that run go on with the blocks that they hold."""
+        self._scheduler.reset_prefix_cache()
+
     def has_work(self) -> bool:
         return (
             self._undelivered is not None
@@ -269,6 +273,7 @@ class Engine:
                         param="model",
                     )
             self._request_numbers = itertools.count()
+            self.reset_prefix_cache()
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()

@@ -55,15 +55,22 @@ class LLM:
         overlap: str = "auto",
         scheduling_policy: str = "fcfs",
         long_prefill_token_threshold: int | None = None,
+        enable_prefix_caching: bool | str = "auto",
+        cow_min_tokens: int = 8,
+        eviction_policy: str = "lru",
+        max_cached_fraction: float = 1.0,
         num_threads: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """The settings are those of EngineConfig. on_progress is told (phase, done, in all).
+        """The settings are those of EngineConfig; enable_prefix_caching may be True or False as
+        well. on_progress is told (phase, done, in all).
 
         Raises:
             ModelLoadError: the model is missing, damaged or not supported.
             ConfigError: a setting cannot be used, alone or with this model or machine.
         """
+        if isinstance(enable_prefix_caching, bool):
+            enable_prefix_caching = "on" if enable_prefix_caching else "off"
         config = EngineConfig(
             model=model,
             dtype=dtype,
@@ -85,6 +92,10 @@ class LLM:
             overlap=overlap,
             scheduling_policy=scheduling_policy,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            enable_prefix_caching=enable_prefix_caching,
+            cow_min_tokens=cow_min_tokens,
+            eviction_policy=eviction_policy,
+            max_cached_fraction=max_cached_fraction,
             num_threads=num_threads,
         )
         loaded = load_model(config, on_progress=on_progress)
@@ -194,6 +205,11 @@ class LLM:
         deltas = self._stream(group, request)
         next(deltas)  # adds the request; from here on closing the generator ends it
         return deltas  # type: ignore[return-value]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that run go on with the blocks that they hold."""
+        with self._lock:
+            self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Give memory and helper processes back. Further calls are refused; a second close does

@@ -13,6 +13,7 @@ import torch
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.contiguous import ContiguousKV, NoKV
 from pico_vllm.cache.kv_pool import PagedKV
+from pico_vllm.cache.prefix_cache import PrefixCache
 from pico_vllm.config import hardware
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
@@ -389,14 +390,25 @@ def build_engine(
     assert config.max_model_len is not None and config.num_kv_blocks is not None
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
     vocab_size = model_config.vocab_size if tokenizer is None else tokenizer.vocab_size
+    blocks = BlockManager(config.num_kv_blocks)
+    prefix_cache = None
+    if config.enable_prefix_caching == "on":
+        prefix_cache = PrefixCache(
+            blocks,
+            block_size=config.block_size,
+            cow_min_tokens=config.cow_min_tokens,
+            eviction_policy=config.eviction_policy,
+            max_cached_fraction=config.max_cached_fraction,
+        )
     scheduler = Scheduler(
-        BlockManager(config.num_kv_blocks),
+        blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         keeps_kv=config.kv != "none",
         policy=config.scheduling_policy,
         max_prompt_tokens=config.long_prefill_token_threshold,
+        prefix_cache=prefix_cache,
     )
     if config.uses_triton:
         on_device = triton_loading.build_runner(

@@ -1,4 +1,5 @@
-"""ModelRunner: executes a StepPlan on one device. build batch -> forward -> head -> sample.
+"""ModelRunner: executes a StepPlan on one device. copy blocks -> build batch -> forward -> head ->
+sample.
 
 `launch` returns a pending result so that a device that works on its own can run ahead; on the CPU
 it is done already.
@@ -6,6 +7,7 @@ it is done already.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,13 +21,17 @@ from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.layers.attention import KVStep
 from pico_vllm.sampler.sampler import Sampler
-from pico_vllm.step import NO_TOKEN, StepPlan, StepResult, TokenLogprobs
+from pico_vllm.step import NO_TOKEN, BlockCopy, StepPlan, StepResult, TokenLogprobs
 
 
 class KVCache(Protocol):
     """What the three rungs of the ladder share."""
 
     def for_step(self, batch: ForwardBatch) -> KVStep: ...
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Asked for with a prefix cache only."""
+        ...
 
 
 class Model(Protocol):
@@ -88,6 +94,8 @@ class ModelRunner:
         for new in plan.new_rows:
             self._sampler.set_row(new)
             self._prompt_logprobs.start(new)
+        if plan.copies:
+            self._kv.copy_blocks(plan.copies)
         batch = self._batch_builder.build(plan)
         kv_step = self._kv.for_step(batch)
         if self._graphs is not None and isinstance(kv_step, DecodeStep):

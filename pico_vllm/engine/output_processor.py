@@ -171,6 +171,10 @@ class OutputProcessor:
                 self._fail_alone(request_id, answer)
                 del self._answers[request_id]
                 ended.append(request_id)
+        for request_id, num_cached in events.num_cached_tokens.items():
+            answer = self._answers.get(request_id)
+            if answer is not None and answer.output.index == 0:
+                answer.group.output.num_cached_tokens = num_cached
         answers, logprobs, eos_token_ids = self._answers, events.logprobs, self._eos_token_ids
         for request_id, token_id, reason in zip(
             events.request_ids, events.token_ids, events.finish_reasons, strict=True

@@ -1,5 +1,5 @@
-"""TritonRunner: executes a StepPlan on a device that works on its own. state and inputs to the
-device -> forward and sample as one graph -> ids back.
+"""TritonRunner: executes a StepPlan on a device that works on its own. copy blocks -> state and
+inputs to the device -> forward and sample as one graph -> ids back.
 
 `launch` waits for nothing; `PendingStep.result` waits for one event. A step's ids stay on the
 device as the next step's input, so the next step may be launched before they are read. Only a step
@@ -35,7 +35,7 @@ from pico_vllm.layers.linear import Residual
 from pico_vllm.layers.triton_linear import TritonLinear
 from pico_vllm.models.llama import LlamaForCausalLM
 from pico_vllm.sampling_params import MAX_LOGPROBS
-from pico_vllm.step import NO_TOKEN, StepPlan, StepResult, TokenLogprobs
+from pico_vllm.step import NO_TOKEN, BlockCopy, StepPlan, StepResult, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,11 @@ class TritonRunner:
         self._turn = 0
         self._host_ids = torch.zeros((TURNS, max_num_seqs), dtype=torch.int64, pin_memory=is_cuda)
         self._host_words = torch.zeros((TURNS, *words), dtype=torch.int32, pin_memory=is_cuda)
+        # Each request copies at most one block, in the step in which it enters.
+        self._host_copies = torch.zeros(
+            (TURNS, 2 * max_num_seqs), dtype=torch.int32, pin_memory=is_cuda
+        )
+        self._copy_words = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
         self._events = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else None
         self._views: dict[tuple[int, int], _Copies] = {}
         self.graphs: CudaGraphs | None = None
@@ -167,6 +172,8 @@ class TritonRunner:
             shape, tail = self._last
             if shape.is_long or not are_long(plan.context_lens):  # which grow
                 return self._replay(plan, shape, tail)
+        if plan.copies:
+            self._copy_blocks(plan.copies)
         for new in plan.new_rows:
             self._sampling.enter(new)
             self._prompt_logprobs.start(new)
@@ -193,6 +200,16 @@ class TritonRunner:
         hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
         prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE) if wants_prompt else {}
         return self._send(plan, batch, tail, prompt_logprobs)
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        # The turn that this step's ids will take: the step that had it before is known to be done.
+        host = self._host_copies[(self._turn + 1) % TURNS]
+        count = len(copies)
+        host[:count] = torch.tensor([copy.source for copy in copies], dtype=torch.int32)
+        host[count : 2 * count] = torch.tensor([copy.target for copy in copies], dtype=torch.int32)
+        sent = self._copy_words[: 2 * count]
+        sent.copy_(host[: 2 * count], non_blocking=True)
+        self._kv.copy_blocks(sent.view(2, count))
 
     def close(self) -> None:
         """Graphs go before the memory that they refer to."""
@@ -226,6 +243,8 @@ class TritonRunner:
     def run_padding(self, shape: Shape, tail: Tail) -> None:
         """A step of this size that computes nothing of anybody's."""
         batch = self._batch_builder.stage_padding(shape)
+        # The null block to itself, for the kernel to be there.
+        self._kv.copy_blocks(torch.zeros((2, 1), dtype=torch.int32, device=self._device))
         self._forward(batch, tail)
 
     def _graph_for(self, plan: StepPlan, tail: Tail) -> Shape | None:

@@ -35,6 +35,8 @@ class Rows:
         self.num_sampled = np.zeros(max_num_seqs, np.int32)
         """Since it entered, once all launched steps are committed, if nothing ends it before."""
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.is_entering = np.zeros(max_num_seqs, np.bool_)
+        """No plan has named it yet."""
         self.num_computed = np.zeros(max_num_seqs, np.int32)
         """Most tokens that were computed before it entered again."""
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -46,7 +48,8 @@ class Rows:
     def has_free(self) -> bool:
         return bool(self._free)
 
-    def take(self, request: Request) -> int:
+    def take(self, request: Request, num_cached: int = 0) -> int:
+        """num_cached: tokens whose KV is there; of their blocks it has the whole ones."""
         row = self._free.pop()
         self._in_use[row] = None
         self._in_order = None
@@ -54,7 +57,10 @@ class Rows:
         self.places[row] = request.place[0]
         self.num_entered[row] = request.num_tokens
         self.max_sampled[row] = request.max_total_tokens - request.num_tokens
-        self.num_scheduled[row] = self.num_sampled[row] = self.num_blocks[row] = 0
+        self.num_sampled[row] = 0
+        self.num_scheduled[row] = num_cached
+        self.num_blocks[row] = len(request.block_ids)
+        self.is_entering[row] = True
         self.num_computed[row] = request.num_computed
         return row
 

@@ -23,25 +23,48 @@ order in which they were made, on one stream, and whoever gets a block writes ea
 a later step, before it reads them. What reads or writes the pool outside of that order must wait
 for the steps launched before.
 
+With a prefix cache (scheduler/prefixes.py) a request enters with the blocks that the cache has of
+its tokens, and blocks that nobody uses stay until they are needed: available is what is free and
+what can be evicted. A published block is full and its step was committed, so no launched step
+writes to it: steps under way write behind the committed tokens of their requests. Who has it
+evicted and takes it anew does so in a later plan, and that is the fence again. The same holds for
+copies, which a runner makes before a plan's forward pass: the source stays locked until the plan
+is made, so that it is given to nobody in the same plan; in later ones it may be.
+
 Invariant (`check_invariants`): every running request holds exactly ceil(tokens with KV /
-block_size) blocks, each block is held once, rows are unique, and who waits holds nothing.
+block_size) blocks (fewer by the copy that is still to be planned, where it just entered), each
+block has as many holders as requests hold it and the cache does, rows are unique, and who waits
+holds nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pico_vllm.cache.block_manager import BlockManager
+from pico_vllm.cache.prefix_cache import PrefixCache
+from pico_vllm.cache.radix_tree import Match
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
-from pico_vllm.scheduler.policy import POLICIES, PREEMPTING
+from pico_vllm.scheduler.policy import MAX_RANKED, POLICIES, PREEMPTING, RANKED_BY_PREFIX
+from pico_vllm.scheduler.prefixes import Prefixes
 from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.rows import Rows
-from pico_vllm.step import BAD_LOGITS, NO_TOKEN, NewBlocks, NewRow, StepPlan, StepResult
+from pico_vllm.step import (
+    BAD_LOGITS,
+    NO_TOKEN,
+    BlockCopy,
+    NewBlocks,
+    NewRow,
+    StepPlan,
+    StepResult,
+)
 
 WATERMARK = 0.03
 """Part of the pool that must stay free when a request enters beside others: without it, one that
@@ -62,6 +85,7 @@ class Scheduler:
         keeps_kv: bool = True,
         policy: str = "fcfs",
         max_prompt_tokens: int | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         """keeps_kv False computes every sequence from its first token in each step (`--kv none`).
         max_prompt_tokens: of one prompt in one step; None leaves only the budget."""
@@ -72,6 +96,15 @@ class Scheduler:
         self._max_prompt_tokens = max_prompt_tokens or max_num_batched_tokens
         self._waiting = WaitingQueue(POLICIES[policy])
         self._preempts_to_admit = policy in PREEMPTING
+        self._prefixes: Prefixes | None = None
+        if prefix_cache is not None:
+            self._prefixes = Prefixes(prefix_cache, self._waiting.let_go)
+        self._is_ranked_by_prefix = policy in RANKED_BY_PREFIX
+        self._ranked_at: object = None
+        """Version of the cache, and of the line, by which those who wait were ranked."""
+        self._exchanged: dict[int, tuple[int, int]] = {}
+        """By row: from where to where the blocks of its table became others, as they were
+        published."""
         self._running: dict[str, Request] = {}
         self._rows = Rows(max_num_seqs)
         self._watermark = int(WATERMARK * blocks.num_device_blocks)
@@ -121,6 +154,15 @@ class Scheduler:
         self._finish(request, FinishReason.ABORT)
         return True
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that run go on with the blocks that they hold."""
+        if self._prefixes is None:
+            return
+        for request in self._running.values():
+            if self._rows.is_entering[request.row]:
+                self._drop_source(request)
+        self._prefixes.reset()
+
     def schedule(self) -> StepPlan | None:
         """What to run next, or None when there is nothing to do before a launched step is
         committed.
@@ -131,8 +173,9 @@ class Scheduler:
         self._watch_progress()
         self._admit()
         rows, state = self._rows.in_order(), self._rows
-        if self._num_repeats > 0 and self._last_plan is not None and rows is self._last_plan.rows:
-            return self._repeat(self._last_plan)
+        last = self._last_plan
+        if self._num_repeats > 0 and last is not None and rows is last.rows and not self._exchanged:
+            return self._repeat(last)
         num_sampled = state.num_sampled[rows]
         # One whose last token is under way has nothing left to compute.
         is_live = num_sampled < state.max_sampled[rows]
@@ -166,7 +209,7 @@ class Scheduler:
         missing = None
         if np.count_nonzero(ends > state.num_blocks[rows] * self._block_size):
             missing = -(-ends // self._block_size) - state.num_blocks[rows]
-            if missing.sum() > self._blocks.num_free_device_blocks:
+            if missing.sum() > self._num_available_blocks:
                 is_kept = self._make_room(rows, missing)
                 rows, context_lens, query_lens, missing = (
                     each[is_kept] for each in (rows, context_lens, query_lens, missing)
@@ -182,6 +225,7 @@ class Scheduler:
         reasons: list[FinishReason | None] = [None] * len(token_ids)
         has_event = [True] * len(token_ids)
         logprobs, prompt_logprobs = {}, {}
+        num_cached: dict[str, int] = {}
         running = self._running
         if plan.number < self._last_return:
             running = {i: r for i, r in running.items() if r.entered_at <= plan.number}
@@ -202,7 +246,10 @@ class Scheduler:
                 else:
                     has_event[index] = False
                 continue
-            request.status = RequestStatus.DECODING
+            if request.status is not RequestStatus.DECODING:
+                request.status = RequestStatus.DECODING
+                if request.num_cached_tokens and not request.output_token_ids:
+                    num_cached[request_id] = request.num_cached_tokens
             outputs = request.output_token_ids
             outputs.append(token_id)
             if index in result.logprobs:
@@ -211,6 +258,11 @@ class Scheduler:
                 reason = reasons[index] = _end_of(request, token_id)
                 if reason is not None:
                     self._finish(request, reason)
+        if self._prefixes is not None and plan.num_decodes < len(token_ids):
+            self._publish_prompts(plan, running)
+        if FinishReason.ERROR in reasons:
+            # KV that was published before may be what gave the bad logits.
+            self.reset_prefix_cache()
         request_ids = tuple(compress(plan.request_ids, has_event))
         # Chunks alone get on where they go further than before a preemption.
         if (
@@ -224,7 +276,22 @@ class Scheduler:
             finish_reasons=tuple(compress(reasons, has_event)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=num_cached,
         )
+
+    def _publish_prompts(self, plan: StepPlan, running: dict[str, Request]) -> None:
+        """Let others have what a committed step computed of prompts."""
+        assert self._prefixes is not None
+        ends = (plan.context_lens + plan.query_lens).tolist()
+        for index in range(plan.num_decodes, len(ends)):
+            request = running.get(plan.request_ids[index])
+            if request is None or request.row < 0:
+                continue
+            first, found = self._prefixes.publish(request, ends[index])
+            if found:
+                # A second exchange before the first was planned comes after it in the table.
+                start, _ = self._exchanged.get(request.row, (first, first))
+                self._exchanged[request.row] = (start, first + len(found))
 
     def fail(self, plan: StepPlan | None) -> StepEvents:
         """End the requests of a step that raised, preempted meanwhile or not; without a plan, all
@@ -279,8 +346,8 @@ class Scheduler:
             raise RuntimeError(
                 f"no request has got on for {num_steps} steps: {len(self._running)} run with "
                 f"{dict(computed)} tokens computed, {len(self._waiting)} wait, "
-                f"{self._blocks.num_free_device_blocks} of {self._blocks.num_device_blocks} blocks "
-                f"are free, {self.num_preemptions} preemptions so far"
+                f"{self._num_available_blocks} of {self._blocks.num_device_blocks} blocks are free "
+                f"or cached, {self.num_preemptions} preemptions so far"
             )
         self._num_fruitless_steps += 1
 
@@ -288,14 +355,22 @@ class Scheduler:
         """Let requests in while there is a row, and blocks for their tokens beside those that
         running requests still need for theirs."""
         unclaimed: int | None = None
-        while len(self._waiting) > 0:
+        self._rank_by_prefix()
+        while self._waiting.has_next():
             request = self._waiting.peek()
-            needed = self._num_blocks(request.num_tokens) + self._watermark * bool(self._running)
-            has_room = self._rows.has_free() and needed <= self._blocks.num_free_device_blocks
+            watermark = self._watermark * bool(self._running)
+            has_room, match, needed = self._rows.has_free(), None, 0
             if has_room:
+                if self._prefixes is not None and self._prefixes.follow(request):
+                    self._waiting.hold()
+                    continue
                 if unclaimed is None:
                     unclaimed = self._num_unclaimed_blocks()
-                has_room = needed <= unclaimed
+                # Its last token needs a block whatever is cached.
+                has_room = unclaimed > watermark
+                if has_room:
+                    match, needed = self._match(request, unclaimed - watermark)
+                    has_room = needed + watermark <= unclaimed
             if not has_room:
                 if not (self._preempts_to_admit and self._make_way(request)):
                     return
@@ -303,19 +378,58 @@ class Scheduler:
                 continue
             self._waiting.pop()
             assert unclaimed is not None
-            unclaimed -= self._num_blocks(request.num_tokens)
+            unclaimed -= needed
             if request.status is RequestStatus.PREEMPTED:
                 self._last_return = self._num_plans
             request.entered_at = self._num_plans
-            request.row = self._rows.take(request)
+            num_cached = 0
+            if self._prefixes is not None and match is not None:
+                num_cached = self._prefixes.enter(request, match)
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = num_cached
+            request.row = self._rows.take(request, num_cached)
             request.status = RequestStatus.PREFILL
             self._running[request.request_id] = request
 
+    def _match(self, request: Request, num_available: int) -> tuple[Match | None, int]:
+        """What the prefix cache has of a request, and the blocks that it takes from those that are
+        available: new ones, and cached ones that could be evicted so far."""
+        needed = self._num_blocks(request.num_tokens)
+        if self._prefixes is None:
+            return None, needed
+        match = self._prefixes.match(request)
+        needed -= len(match.block_ids)
+        if match.source is not None:
+            with_copy = needed + match.num_unlocked()
+            if with_copy <= num_available:
+                return match, with_copy
+            # The source may lie in a long edge, which would be kept for it.
+            match = match.without_copy()
+        return match, needed + match.num_unlocked()
+
+    def _rank_by_prefix(self) -> None:
+        """Where the policy goes by cached prefixes: those may have become others."""
+        if not self._is_ranked_by_prefix or self._prefixes is None or not self._rows.has_free():
+            return
+        key = (self._prefixes.cache.version, self._waiting.num_arrivals, len(self._waiting))
+        if key != self._ranked_at:
+            for request in self._waiting.first_to_come(MAX_RANKED):
+                match = self._prefixes.match(request)
+                self._waiting.rank(request, self._prefixes.num_cached_tokens(match))
+            self._ranked_at = key
+
+    @property
+    def _num_available_blocks(self) -> int:
+        """Free, or cached and in nobody's use."""
+        if self._prefixes is None:
+            return self._blocks.num_free_device_blocks
+        return self._prefixes.cache.num_available_blocks
+
     def _num_unclaimed_blocks(self) -> int:
-        """Free ones that no running request needs for the tokens that it has now."""
+        """Available ones that no running request needs for the tokens that it has now."""
         rows, state = self._rows.in_order(), self._rows
         claimed = -(-state.num_tokens(rows) // self._block_size) - state.num_blocks[rows]
-        return self._blocks.num_free_device_blocks - int(claimed.sum())
+        return self._num_available_blocks - int(claimed.sum())
 
     def _make_way(self, request: Request) -> bool:
         """Preempt running requests of later places for one that waits, the last one first; none if
@@ -325,11 +439,13 @@ class Scheduler:
             return False
         later = [each for each in self._live_in_line() if each.place > request.place]
         unclaimed, victims = self._num_unclaimed_blocks(), []
+        count_freed = self._freed_counter()
         while later:
             victims.append(later.pop())
             row = victims[-1].row
             num_tokens = int(self._rows.num_entered[row] + self._rows.num_sampled[row])
-            unclaimed += self._num_blocks(num_tokens)
+            unclaimed += self._num_blocks(num_tokens) - int(self._rows.num_blocks[row])
+            unclaimed += count_freed(victims[-1])
             watermark = self._watermark * (len(victims) < len(self._running))
             if self._num_blocks(request.num_tokens) + watermark <= unclaimed:
                 for victim in victims:
@@ -337,13 +453,33 @@ class Scheduler:
                 return True
         return False
 
+    def _freed_counter(self) -> Callable[[Request], int]:
+        """A function that says how many blocks a victim's end makes available, after those that it
+        was asked for before."""
+        if self._prefixes is None:
+            return lambda victim: len(victim.block_ids)
+        of_tree = self._prefixes.cache.block_ids()
+        left: dict[int, int] = {}
+
+        def count_freed(victim: Request) -> int:
+            num_freed = 0
+            for block_id in victim.block_ids:
+                num_holders = left.get(block_id)
+                if num_holders is None:
+                    num_holders = self._blocks.ref_count(block_id) - (block_id in of_tree)
+                left[block_id] = num_holders - 1
+                num_freed += num_holders == 1
+            return num_freed
+
+        return count_freed
+
     def _make_room(self, rows: NDArray[np.int32], missing: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Preempt running requests, the last one first, until the blocks are there that the others
         miss in this step. Returns which of `rows` stay in it."""
         state = self._rows
         index_of = {row: index for index, row in enumerate(rows.tolist())}
         is_kept = np.ones(len(rows), np.bool_)
-        lacking = int(missing.sum()) - self._blocks.num_free_device_blocks
+        lacking = int(missing.sum()) - self._num_available_blocks
         # Those that end with a launched step give their blocks back at its commit: who would go
         # on with these waits, rather than computing all its tokens again.
         soon_free = sum(
@@ -356,9 +492,9 @@ class Scheduler:
             index = index_of.get(victim.row)
             if index is not None:
                 is_kept[index] = False
-                lacking -= int(missing[index])
-            lacking -= int(state.num_blocks[victim.row])
             self._preempt(victim)
+            # What it shared with others is not available yet.
+            lacking = int(missing[is_kept].sum()) - self._num_available_blocks
         while lacking > 0:
             index = index_of.get(live.pop().row)
             if index is not None and missing[index] > 0:
@@ -374,11 +510,12 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         num_scheduled = int(self._rows.num_scheduled[request.row])
+        num_committed = self._num_committed(request)
         request.num_computed = max(request.num_computed, num_scheduled)
         request.status = RequestStatus.PREEMPTED
         # In this order an interrupt between the two loses nobody.
         self._waiting.put_back(request)
-        self._release(request)
+        self._release(request, num_committed)
 
     def _repeat(self, last: StepPlan) -> StepPlan:
         """The plan after one in which all decoded, while nothing else happens: most steps of few
@@ -422,11 +559,17 @@ class Scheduler:
             is_sampled = ends == state.num_entered[rows] + num_sampled
         state.num_sampled[rows] = num_sampled + is_sampled
         new_rows: list[NewRow] = []
-        new_blocks: tuple[NewBlocks, ...] = ()
+        new_blocks: list[NewBlocks] = []
+        copies: list[BlockCopy] = []
+        if self._exchanged:
+            new_blocks += self._take_exchanged(rows)
         if missing is not None:
-            is_new = state.num_blocks[rows] == 0
-            new_rows = [_new_row(state.requests[row]) for row in rows[is_new].tolist()]
-            new_blocks = self._extend_tables(rows, missing)
+            entering = rows[state.is_entering[rows]].tolist()
+            state.is_entering[entering] = False
+            new_rows = [_new_row(state.requests[row]) for row in entering]
+            new_blocks += self._extend_tables(rows, missing, set(entering))
+            if self._prefixes is not None:
+                copies = self._copies_for(entering)
         number = self._num_plans
         self._num_plans += 1
         plan = StepPlan(
@@ -438,7 +581,8 @@ class Scheduler:
             is_sampled=is_sampled,
             num_decodes=num_decodes,
             new_rows=tuple(new_rows),
-            new_blocks=new_blocks,
+            new_blocks=tuple(new_blocks),
+            copies=tuple(copies),
         )
         self._last_plan = None
         if num_decodes == len(rows) and rows is state.in_order():
@@ -449,56 +593,115 @@ class Scheduler:
         return plan
 
     def _extend_tables(
-        self, rows: NDArray[np.int32], missing: NDArray[np.int32]
-    ) -> tuple[NewBlocks, ...]:
-        """Give the requests the blocks that they miss, all taken at once."""
+        self, rows: NDArray[np.int32], missing: NDArray[np.int32], entering: set[int]
+    ) -> list[NewBlocks]:
+        """Give the requests the blocks that they miss, all taken at once. Those of the cached
+        tokens of one that enters come before them."""
         num_blocks = self._rows.num_blocks
         growing = np.flatnonzero(missing > 0)
-        block_ids = self._blocks.allocate(int(missing.sum()))
-        assert block_ids is not None, (missing, self._blocks.num_free_device_blocks)
+        allocate = (
+            self._blocks.allocate if self._prefixes is None else self._prefixes.cache.allocate
+        )
+        block_ids = allocate(int(missing.sum()))
+        assert block_ids is not None, (missing, self._num_available_blocks)
         physical_ids = self._blocks.device_ids(block_ids)
         new_blocks, at = [], 0
         for row, count in zip(rows[growing].tolist(), missing[growing].tolist(), strict=True):
             taken = slice(at, at + count)
-            held = int(num_blocks[row])
-            new_blocks.append(NewBlocks(row=row, index=held, block_ids=physical_ids[taken]))
-            self._rows.requests[row].block_ids.extend(block_ids[taken])
+            held, of_row = int(num_blocks[row]), self._rows.requests[row].block_ids
+            if held and row in entering:
+                cached = self._blocks.device_ids(of_row)
+                new_blocks.append(
+                    NewBlocks(row=row, index=0, block_ids=cached + physical_ids[taken])
+                )
+            else:
+                new_blocks.append(NewBlocks(row=row, index=held, block_ids=physical_ids[taken]))
+            of_row.extend(block_ids[taken])
             num_blocks[row] += count
             at += count
-        return tuple(new_blocks)
+        return new_blocks
+
+    def _copies_for(self, entering: list[int]) -> list[BlockCopy]:
+        """Copy what matches a block in part into the request's own, the first after its cached
+        ones. All blocks of this plan were taken, so the sources may go."""
+        assert self._prefixes is not None
+        copies = []
+        for row in entering:
+            request = self._rows.requests[row]
+            pair = self._prefixes.take_copy(request)
+            if pair is not None:
+                copies.append(BlockCopy(*self._blocks.device_ids(pair)))
+        return copies
+
+    def _take_exchanged(self, rows: NDArray[np.int32]) -> list[NewBlocks]:
+        """What the tables of these rows have to hold instead."""
+        found = []
+        for row in rows.tolist():
+            if row in self._exchanged:
+                start, stop = self._exchanged.pop(row)
+                block_ids = self._rows.requests[row].block_ids[start:stop]
+                found.append(
+                    NewBlocks(row=row, index=start, block_ids=self._blocks.device_ids(block_ids))
+                )
+        return found
+
+    def _drop_source(self, request: Request) -> None:
+        """Let one that is about to enter compute what it would have had by a copy."""
+        assert self._prefixes is not None
+        row = request.row
+        self._rows.num_scheduled[row] = int(self._rows.num_blocks[row]) * self._block_size
+        request.num_cached_tokens = int(self._rows.num_scheduled[row])
+        self._prefixes.drop_source(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        # Of what an error ended nothing more is trusted.
+        num_committed = 0 if reason is FinishReason.ERROR else self._num_committed(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self._num_fruitless_steps = 0
         if request.request_id in self._running:
-            self._release(request)
+            self._release(request, num_committed)
 
-    def _release(self, request: Request) -> None:
+    @staticmethod
+    def _num_committed(request: Request) -> int:
+        """Tokens of a running request whose KV committed steps have written, where it decodes: all
+        but the last, which was sampled. The chunks of a prompt were published as they came."""
+        return request.num_tokens - 1 if request.status is RequestStatus.DECODING else 0
+
+    def _release(self, request: Request, num_committed: int) -> None:
         """Take row and blocks from a running request."""
         del self._running[request.request_id]
-        self._blocks.free(request.block_ids)
-        request.block_ids = []
+        if self._prefixes is not None:
+            self._exchanged.pop(request.row, None)
+            self._prefixes.leave(request, num_committed)
+        else:
+            self._blocks.free(request.block_ids)
+            request.block_ids = []
         self._rows.give_back(request.row)
         request.row = -1
 
     def check_invariants(self) -> None:
         self._blocks.check_invariants()
         running = list(self._running.values())
-        held = [block_id for request in running for block_id in request.block_ids]
-        assert len(set(held)) == len(held), "a block held by two requests"
-        assert all(self._blocks.ref_count(block_id) == 1 for block_id in held), (
-            "ref_count is not the number of holders"
-        )
-        assert len(held) + self._blocks.num_free_device_blocks == self._blocks.num_device_blocks, (
-            "a block was lost"
-        )
+        holders = Counter(block_id for request in running for block_id in request.block_ids)
+        if self._prefixes is not None:
+            self._prefixes.check_invariants(running)
+            holders.update(self._prefixes.cache.block_ids())
+        else:
+            assert holders.total() == len(holders), "a block held by two requests"
+        for block_id, num_holders in holders.items():
+            assert self._blocks.ref_count(block_id) == num_holders, "ref_count is not the holders'"
+        assert len(holders) + self._blocks.num_free_device_blocks == (
+            self._blocks.num_device_blocks
+        ), "a block was lost"
         self._rows.check_invariants(running)
         self._waiting.check_invariants()
         for request in running:
             num_blocks = int(self._rows.num_blocks[request.row])
             num_scheduled = int(self._rows.num_scheduled[request.row])
             assert len(request.block_ids) == num_blocks, request.request_id
+            if self._rows.is_entering[request.row]:
+                num_scheduled = num_scheduled // self._block_size * self._block_size
             if self._keeps_kv:
                 assert num_blocks == self._num_blocks(num_scheduled), request.request_id
 

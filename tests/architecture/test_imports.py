@@ -17,6 +17,7 @@ HOST_ONLY = [
     "pico_vllm.config.hardware",
     "pico_vllm.scheduler.scheduler",
     "pico_vllm.cache.block_manager",
+    "pico_vllm.cache.prefix_cache",
     "pico_vllm.tokenizer.tokenizer",
     "pico_vllm.tokenizer.detokenizer",
     "pico_vllm.request",
@@ -90,11 +91,16 @@ def test_root_nouns_know_no_room() -> None:
             assert parts[0] != "pico_vllm" or parts[1] not in _rooms(), f"{path.name}: {module}"
 
 
-def test_block_manager_is_all_that_the_scheduler_sees_of_the_cache() -> None:
-    """The scheduler takes no tensor from the cache room."""
+def test_the_scheduler_sees_no_tensor_of_the_cache() -> None:
+    """It takes blocks and prefixes from the cache room; and blocks and tree do not know each
+    other."""
     for path in (PACKAGE / "scheduler").glob("*.py"):
         cache = {module for module in _imports(path) if module.startswith("pico_vllm.cache")}
-        assert cache <= {"pico_vllm.cache.block_manager"}, path.name
+        names = ("block_manager", "prefix_cache", "radix_tree")
+        assert cache <= {f"pico_vllm.cache.{name}" for name in names}, path.name
+    for name, others in (("block_manager", set()), ("radix_tree", {"pico_vllm.cache.eviction"})):
+        found = _imports(PACKAGE / f"cache/{name}.py")
+        assert {module for module in found if module.startswith("pico_vllm.cache")} == others
 
 
 def test_host_only_modules_import_without_torch() -> None:

@@ -30,7 +30,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 80,
               "hidden_size": 280, "intermediate_size": 408, "tie_word_embeddings": True},
 }  # fmt: skip
-SETTINGS: dict[str, Any] = {"device": "cuda", "num_kv_blocks": 512, "max_num_seqs": 16}
+# What a test does again is to be computed again.
+SETTINGS: dict[str, Any] = {
+    "device": "cuda", "num_kv_blocks": 512, "max_num_seqs": 16, "enable_prefix_caching": "off"
+}  # fmt: skip
 
 
 class Subject:
@@ -91,6 +94,28 @@ def test_fp32_tokens_are_those_of_transformers(subject: Subject) -> None:
         with LLM(subject.folder, kernels=kernels, **settings) as llm:
             assert _answers(llm, prompts, 64) == wanted, kernels
             assert [_answers(llm, [prompt], 64)[0] for prompt in prompts] == wanted, kernels
+
+
+def test_cached_prefixes_change_no_token_in_fp32(subject: Subject) -> None:
+    """Prompts that share blocks, parts of one, or all but the last token with others give
+    transformers' ids, cold and warm, in a pool that holds them all and in one that does not; with
+    graphs and overlap, and with part of our kernels."""
+    headers = random_prompts([40, 96], seed=5)
+    owns = random_prompts([0, 1, 16, 30], seed=6)
+    prompts = [header + own for header in headers for own in owns]
+    wanted = [subject.greedy(prompt, 24) for prompt in prompts]
+    cache = {"enable_prefix_caching": "on", "cow_min_tokens": 1, "dtype": "float32"}
+    for kernels, num_blocks in (("triton", 512), ("triton", 24), ("attention", 512)):
+        settings = SETTINGS | cache | {"num_kv_blocks": num_blocks, "max_model_len": 160}
+        with LLM(subject.folder, kernels=kernels, **settings) as llm:
+            for _ in range(2):
+                outputs = llm.generate(prompts, greedy(24))
+                assert [output.outputs[0].token_ids for output in outputs] == wanted, kernels
+            num_cached = [output.num_cached_tokens for output in outputs]
+            if num_blocks == 512:
+                assert num_cached == [len(prompt) - 1 for prompt in prompts]
+            assert sum(num_cached) > 0
+            tiny.assert_idle(llm)
 
 
 def test_bf16_logits_are_as_near_as_transformers_own(subject: Subject) -> None:

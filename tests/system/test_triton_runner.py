@@ -124,6 +124,19 @@ def test_batch_invariant_gives_the_same_answers(model: Path) -> None:
     assert found == wanted
 
 
+def test_a_cached_prompt(model: Path) -> None:
+    """A prompt that is cached whole, so that a block is copied for all but its last token, is
+    answered as without a cache."""
+    prompt = list(range(7, 15))
+    with LLM(str(model), **PLAIN, enable_prefix_caching=False) as llm:
+        wanted = llm.generate(prompt, greedy(1))[0].outputs
+    with LLM(str(model), **SETTINGS | {"kernels": "attention", "cow_min_tokens": 1}) as llm:
+        for num_cached in (0, 7):
+            output = llm.generate(prompt, greedy(1))[0]
+            assert (output.outputs, output.num_cached_tokens) == (wanted, num_cached)
+        llm.engine.check_invariants()
+
+
 def test_fresh_prompts_beside_older_ones(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a kernel for fresh prompts is there it gets those alone, each from its first token on,
     beside decoding requests and later chunks in one step; answers stay the same."""

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pico_vllm.cache.block_manager import NULL_BLOCK, BlockCopy, BlockManager
+from pico_vllm.cache.block_manager import NULL_BLOCK, BlockManager
 from pico_vllm.cache.kv_pool import PagedKV
 from pico_vllm.config.model import ModelConfig
+from pico_vllm.step import BlockCopy
 
 Holder = tuple[int, ...]
 """Blocks of one request, as ids."""

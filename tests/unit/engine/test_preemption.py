@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from simulated import Clients, answer_alone, simulated_engine
 
 from pico_vllm.request import FinishReason, Request
+from pico_vllm.scheduler.policy import POLICIES
 from pico_vllm.step import StepPlan
 
 SMALL: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "max_num_seqs": 4, "budget": 64}
@@ -211,8 +212,17 @@ def test_requests_that_end_with_the_step_under_way_are_waited_for() -> None:
     assert list(clients.ended) == ["r0", ending.request_id, late.request_id]
 
 
+CACHES = (
+    {"cow_min_tokens": 1},
+    {"cow_min_tokens": 4, "eviction_policy": "lfu", "max_cached_fraction": 0.5},
+    {"cow_min_tokens": 1, "eviction_policy": "priority"},
+    {"cow_min_tokens": 99, "eviction_policy": "fifo"},
+)
+
+
 class EngineMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, failing steps and preemptions in a random pool."""
+    """Random arrivals, aborts, failing steps and preemptions in a random pool, with and without a
+    prefix cache."""
 
     @initialize(
         block_size=st.sampled_from([1, 3, 8, 16]),
@@ -220,8 +230,10 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         spare=st.integers(0, 20),
         overlap=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority", "shortest-prompt"]),
+        policy=st.sampled_from(list(POLICIES)),
         max_prompt_tokens=st.sampled_from([None, None, 1, 5]),
+        cache=st.sampled_from([None, *CACHES, *CACHES]),
+        min_awaited_tokens=st.sampled_from([1, 6, 64]),
     )
     def start(
         self,
@@ -232,6 +244,8 @@ class EngineMachine(RuleBasedStateMachine):
         overlap: bool,
         policy: str,
         max_prompt_tokens: int | None,
+        cache: dict[str, Any] | None,
+        min_awaited_tokens: int,
     ) -> None:
         self.engine = simulated_engine(
             num_blocks=num_blocks,
@@ -241,6 +255,8 @@ class EngineMachine(RuleBasedStateMachine):
             overlap=overlap,
             policy=policy,
             max_prompt_tokens=max_prompt_tokens,
+            cache=cache,
+            min_awaited_tokens=min_awaited_tokens,
         )
         self.clients = Clients(self.engine)
         self.num_tokens = num_blocks * block_size
@@ -252,9 +268,17 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, data: st.DataObject, priority: int, has_stops: bool) -> None:
         prompt_len = data.draw(st.integers(1, self.num_tokens - 1))
         max_tokens = data.draw(st.integers(1, self.num_tokens - prompt_len))
-        self.clients.add(
-            prompt_len,
+        # Some begin like others, or like others' answers.
+        prompt = np.random.default_rng(data.draw(st.integers(0, 3))).integers(0, 1000, prompt_len)
+        if self.clients.requests and data.draw(st.booleans()):
+            other = data.draw(st.sampled_from(list(self.clients.requests.values())))
+            begin = [*other.prompt_token_ids.tolist(), *other.output_token_ids]
+            begin = begin[: data.draw(st.integers(0, prompt_len))]
+            prompt[: len(begin)] = begin
+        self.clients.ask(
+            prompt.tolist(),
             max_tokens,
+            cache_salt=data.draw(st.sampled_from([None, None, None, "salt"])),
             priority=priority,
             stop=range(0, 1000, 9) if has_stops else (),
             min_tokens=data.draw(st.integers(0, max_tokens)) if has_stops else 0,
@@ -275,6 +299,11 @@ class EngineMachine(RuleBasedStateMachine):
         running = list(self.engine._scheduler._running.values())
         if running:
             force_preemption(self.clients, data.draw(st.sampled_from(running)))
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+        self.engine.check_invariants()
 
     @rule(is_launch=st.booleans())
     def fail(self, is_launch: bool) -> None:

@@ -55,6 +55,7 @@ def test_the_oldest_finishes_whatever_arrives(policy: str) -> None:
         "fcfs": 0,
         "priority": ARRIVALS_PER_LEVEL,
         "shortest-prompt": 1200 // TOKENS_PER_ARRIVAL,
+        "longest-prefix-match": 0,  # without a cache
     }
     num_ended = 0
     while oldest.request_id not in world.ended:
@@ -93,7 +94,7 @@ def test_config_names_what_there_is() -> None:
     """scheduling_policy takes the registered names, and refuses others by naming them."""
     for name in POLICIES:
         EngineConfig(model="m", scheduling_policy=name)
-    with pytest.raises(ConfigError, match="fcfs, priority, shortest-prompt, not 'fair'"):
+    with pytest.raises(ConfigError, match="shortest-prompt, longest-prefix-match, not 'fair'"):
         EngineConfig(model="m", scheduling_policy="fair")
     with pytest.raises(ConfigError, match="long_prefill_token_threshold"):
         EngineConfig(model="m", long_prefill_token_threshold=0)
@@ -177,3 +178,91 @@ def test_a_place_is_kept() -> None:
     queue.put_back(first)
     queue.push(make_request(9, [1], 1))
     assert [queue.pop().request_id for _ in range(5)] == ["r0", "r1", "r2", "r3", "r9"]
+
+
+def ranked_world(num_blocks: int = 200, max_num_seqs: int = 1) -> World:
+    return World(
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        budget=2000,
+        policy="longest-prefix-match",
+        has_cache=True,
+    )
+
+
+def test_the_longest_prefix_first() -> None:
+    """Of those that wait the one with most cached tokens comes first, by what is cached when a row
+    is free, not when they arrived; among equals the first to come."""
+    world = ranked_world()
+    known, other = list(range(1000)), list(range(5, 905))
+    first = world.ask(known, 3)
+    world.step()  # before anything is cached
+    requests = [
+        world.ask(other, 2),
+        world.ask(known[:500], 2),
+        world.ask(known[:900], 2),
+        world.ask([7, *known], 2),
+        world.ask(other[:800], 2),
+    ]
+    world.run()
+    ended = [int(request_id[1:]) for request_id in world.ended]
+    assert ended == [0, 3, 2, 1, 5, 4]
+    assert [each.num_cached_tokens for each in (first, *requests)] == [0, 0, 496, 896, 0, 799]
+    world.check_done()
+
+
+def test_a_long_prefix_overtakes_a_bounded_number() -> None:
+    """Who has nothing cached ends although others with a cached prefix of 640 tokens never stop
+    coming: each arrival counts for TOKENS_PER_ARRIVAL."""
+    world = ranked_world()
+    known = list(range(640))
+    world.ask(known, 1)
+    world.run()
+    world.ask(known, 2)
+    world.step()
+    oldest = world.ask(list(range(2000, 2050)), 2)
+    num_before = len(world.ended)
+    while oldest.request_id not in world.ended:
+        world.ask(known, 1)
+        world.step()
+    assert (
+        640 // TOKENS_PER_ARRIVAL - 2
+        <= len(world.ended) - num_before
+        <= 640 // TOKENS_PER_ARRIVAL + 4
+    )
+    world.run()
+    world.check_done()
+
+
+def test_ranks_in_the_line() -> None:
+    """Whoever is ranked anew is found once, in its new rank; who is held is passed by, and comes
+    up at its place when let go; neither outlives its removal."""
+    queue = WaitingQueue()
+    for number in range(4):
+        queue.push(make_request(number, [0], 1))
+    queue.rank(queue._requests["r2"], 5)
+    queue.rank(queue._requests["r3"], 4)
+    queue.rank(queue._requests["r3"], 1)
+    queue.check_invariants()
+    assert queue.hold().request_id == "r2"
+    queue.rank(queue._requests["r2"], 9)
+    assert [queue.pop().request_id for _ in range(3)] == ["r0", "r1", "r3"]
+    assert len(queue) == 1 and not queue.has_next()
+    queue.let_go("r2")
+    queue.let_go("r2")
+    queue.let_go("r0")
+    queue.check_invariants()
+    assert queue.has_next() and queue.remove("r2") is not None
+    assert len(queue) == 0 and not queue.has_next()
+
+
+def test_who_is_removed_while_held_stays_away() -> None:
+    """A follower that is aborted does not come back when its leader goes."""
+    queue = WaitingQueue()
+    for number in range(2):
+        queue.push(make_request(number, [0], 1))
+    queue.hold()
+    assert queue.remove("r0") is not None
+    queue.let_go("r0")
+    queue.check_invariants()
+    assert queue.pop().request_id == "r1" and len(queue) == 0

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from simulated import SimulatedRunner, answer_alone, make_request
 
 from pico_vllm.cache.block_manager import BlockManager
+from pico_vllm.cache.prefix_cache import PrefixCache
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.scheduler import scheduler as scheduler_module
@@ -34,6 +35,7 @@ class World:
         keeps_kv: bool = True,
         policy: str = "fcfs",
         max_prompt_tokens: int | None = None,
+        has_cache: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_num_seqs, self.budget, self.keeps_kv = max_num_seqs, budget, keeps_kv
@@ -46,8 +48,9 @@ class World:
             keeps_kv=keeps_kv,
             policy=policy,
             max_prompt_tokens=max_prompt_tokens,
+            prefix_cache=PrefixCache(self.blocks, block_size=block_size) if has_cache else None,
         )
-        self.policy = policy
+        self.policy, self.has_cache = policy, has_cache
         self.runner = SimulatedRunner(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -64,6 +67,10 @@ class World:
     def add(self, prompt_len: int, max_tokens: int, **others: Any) -> Request:
         number = len(self.requests)
         prompt = np.random.default_rng(number).integers(0, 1000, prompt_len).tolist()
+        return self.ask(prompt, max_tokens, **others)
+
+    def ask(self, prompt: list[int], max_tokens: int, **others: Any) -> Request:
+        number = len(self.requests)
         request = make_request(number, prompt, max_tokens, **others)
         self.requests[request.request_id] = request
         self.answers[request.request_id] = []
@@ -150,7 +157,8 @@ class World:
             assert end <= num_tokens
             assert bool(plan.is_sampled[index]) is (end == num_tokens)
             if int(plan.rows[index]) in entering:
-                self.num_planned[request.request_id] = 0
+                num_cached = int(plan.context_lens[index]) if self.has_cache else 0
+                self.num_planned[request.request_id] = num_cached
             assert int(plan.context_lens[index]) == self.num_planned.get(request.request_id, 0)
             if self.keeps_kv:
                 self.num_planned[request.request_id] = end
@@ -174,7 +182,7 @@ class World:
         assert not self.unfinished()
         self.scheduler.check_invariants()
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
-        assert self.blocks.num_free_device_blocks == self.num_blocks
+        assert self.scheduler._num_available_blocks == self.num_blocks
         assert len(self.scheduler._rows._free) == self.max_num_seqs
         for request_id, request in self.requests.items():
             answer, wanted = self.answers[request_id], answer_alone(request)

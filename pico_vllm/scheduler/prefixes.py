@@ -1,0 +1,213 @@
+"""Prefixes: what running requests have of the prefix cache, and who waits for whose blocks. Host
+only.
+
+A request that leaves the waiting line takes what the cache has of its tokens. As its prompt is
+computed its full blocks are published after each committed step; what it generated, when it ends or
+is preempted. Nothing is done in steps that only decode.
+
+Who wants what a running request is just about to compute follows it: held in the waiting line,
+others pass, until the blocks in common are published or the leader is gone, and then back at its
+old place. The leader runs and followers hold nothing, so nobody waits in a circle; and whoever has
+as much in common with a follower follows the same leader, so nobody else takes its turn.
+
+Owner of: the leases of running requests, and the list of leaders and followers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pico_vllm.cache.prefix_cache import Lease, PrefixCache
+from pico_vllm.cache.radix_tree import TOKEN_BYTES, Match, Node, Tokens, num_common_tokens
+from pico_vllm.request import Request
+
+MIN_AWAITED_TOKENS = 64
+"""For fewer nobody is held: one step more costs about as much as computing them."""
+MIN_AWAITED_PART = 0.5
+"""Nor where it is less than this part of what a request has to compute."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    lease: Lease
+    tokens: Tokens
+    """Those that the request came with."""
+    key: tuple[Node, Tokens] | None = None
+    """Where its next full block will hang."""
+    followers: list[tuple[int, str]] = field(default_factory=list)
+    """Blocks that they wait for, counted from the first of the prompt; and who."""
+
+
+class Prefixes:
+    def __init__(self, cache: PrefixCache, let_go: Callable[[str], None]) -> None:
+        """let_go: puts one that was held back in line; told of some that have left it, too."""
+        self.cache = cache
+        self._let_go = let_go
+        self._block_size = cache.block_size
+        self._block_bytes = cache.block_size * TOKEN_BYTES
+        self._running: dict[str, _Running] = {}
+        self._leaders: dict[tuple[Node, Tokens], str] = {}
+        self._last: tuple[tuple[str, int, int], Tokens, Match] | None = None
+        """The last match, and what it is good for: the head of the line may ask in each step."""
+        self.min_awaited_tokens = MIN_AWAITED_TOKENS
+
+    def match(self, request: Request) -> Match:
+        """What the cache has of a request that waits. At least its last token is left to compute,
+        and all of a prompt whose log-probabilities are wanted."""
+        return self._match(request)[1]
+
+    def _match(self, request: Request) -> tuple[Tokens, Match]:
+        key = (request.request_id, request.num_tokens, self.cache.version)
+        if self._last is not None and self._last[0] == key:
+            return self._last[1:]
+        tokens = _tokens(request)
+        max_tokens = request.num_tokens - 1
+        if request.params.prompt_logprobs is not None:
+            max_tokens = 0
+        match = self.cache.match(tokens, max_tokens, request.params.cache_salt or "")
+        self._last = (key, tokens, match)
+        return tokens, match
+
+    def num_cached_tokens(self, match: Match) -> int:
+        return len(match.block_ids) * self._block_size + match.num_copied
+
+    def follow(self, request: Request) -> bool:
+        """Let a request that waits follow one that runs, if that pays."""
+        if not self._leaders or request.params.prompt_logprobs is not None:
+            return False
+        tokens, match = self._match(request)
+        if match.ends_in_edge:
+            return False
+        first = len(match.block_ids)
+        at = first * self._block_bytes
+        leader_id = self._leaders.get((match.path[-1], tokens[at : at + self._block_bytes]))
+        if leader_id is None:
+            return False
+        leader = self._running[leader_id]
+        num_blocks = len(leader.tokens) // self._block_bytes
+        start = first * self._block_size
+        num_common = start + num_common_tokens(tokens, leader.tokens, start)
+        num_awaited = min(num_common, num_blocks * self._block_size, request.num_tokens - 1)
+        num_cached = self.num_cached_tokens(match)
+        num_left = request.num_tokens - num_cached
+        num_saved = num_awaited - num_cached
+        if num_saved < max(self.min_awaited_tokens, MIN_AWAITED_PART * num_left):
+            return False
+        leader.followers.append((-(-num_awaited // self._block_size), request.request_id))
+        return True
+
+    def enter(self, request: Request, match: Match) -> int:
+        """Give a request what was just matched; returns its number of tokens."""
+        params = request.params
+        assert self._last is not None and self._last[0][0] == request.request_id
+        tokens = self._last[1]
+        lease = self.cache.acquire(match, params.cache_salt or "", params.priority)
+        running = self._running[request.request_id] = _Running(lease, tokens)
+        request.block_ids = list(match.block_ids)
+        self._lead(request.request_id, running)
+        return self.num_cached_tokens(match)
+
+    def take_copy(self, request: Request) -> tuple[int, int] | None:
+        """The block to copy from, which may go now, and the request's own that it is copied to: the
+        first after its cached ones."""
+        lease = self._running[request.request_id].lease
+        if lease.source is None:
+            return None
+        self.cache.drop_source(lease)
+        return lease.source_block, request.block_ids[lease.num_blocks]
+
+    def drop_source(self, request: Request) -> None:
+        self.cache.drop_source(self._running[request.request_id].lease)
+
+    def publish(self, request: Request, num_computed: int) -> tuple[int, list[int]]:
+        """Publish what is full of a prompt's computed tokens. Returns where in its table other
+        blocks come to stand, and which, none mostly."""
+        running = self._running[request.request_id]
+        first = running.lease.num_blocks
+        last = min(num_computed * TOKEN_BYTES, len(running.tokens)) // self._block_bytes
+        if last <= first:
+            return first, []
+        tokens = running.tokens[first * self._block_bytes : last * self._block_bytes]
+        found = self.cache.publish(running.lease, tokens, request.block_ids[first:last])
+        if found:
+            request.block_ids[first : first + len(found)] = found
+        self._lead(request.request_id, running)
+        if running.followers:
+            self._let_go_of(running, running.lease.num_blocks)
+        return first, found
+
+    def leave(self, request: Request, num_computed: int) -> None:
+        """Take a request's blocks. num_computed: its tokens whose KV is there beyond doubt; what is
+        known to be there from before stays published whatever this says."""
+        running = self._running.pop(request.request_id)
+        self._stop_leading(request.request_id, running)
+        start = running.lease.num_blocks * self._block_bytes
+        stop = num_computed * TOKEN_BYTES
+        tokens = b""
+        if stop > start:
+            num_outputs = num_computed - request.num_prompt_tokens
+            tokens = running.tokens
+            if stop > len(tokens):
+                outputs = np.array(request.output_token_ids[:num_outputs], np.int32)
+                tokens = request.prompt_token_ids.tobytes() + outputs.tobytes()
+            tokens = tokens[start:stop]
+        self.cache.release(running.lease, request.block_ids, tokens)
+        request.block_ids = []
+        self._let_go_of(running, None)
+
+    def reset(self) -> None:
+        """Forget what is cached. Of the running none may have a source."""
+        for request_id, running in self._running.items():
+            self._stop_leading(request_id, running)
+            self._let_go_of(running, None)
+        self.cache.reset()
+
+    def _lead(self, request_id: str, running: _Running) -> None:
+        """Note where the next full block of a prompt will hang."""
+        self._stop_leading(request_id, running)
+        at = running.lease.num_blocks * self._block_bytes
+        block = running.tokens[at : at + self._block_bytes]
+        if len(block) == self._block_bytes:
+            running.key = (running.lease.node, block)
+            self._leaders.setdefault(running.key, request_id)
+
+    def _stop_leading(self, request_id: str, running: _Running) -> None:
+        if running.key is not None:
+            if self._leaders.get(running.key) == request_id:
+                del self._leaders[running.key]
+            running.key = None
+
+    def _let_go_of(self, running: _Running, num_blocks: int | None) -> None:
+        """Of followers that wait for no more than so many blocks; None for all."""
+        kept = []
+        for each in running.followers:
+            if num_blocks is None or each[0] <= num_blocks:
+                self._let_go(each[1])
+            else:
+                kept.append(each)
+        running.followers = kept
+
+    def check_invariants(self, running: list[Request]) -> None:
+        self.cache.check_invariants()
+        assert self._running.keys() == {request.request_id for request in running}
+        for request in running:
+            lease = self._running[request.request_id].lease
+            path: list[int] = []
+            node: Node | None = lease.node
+            while node is not None:
+                assert node.lock_ref > 0
+                path = node.block_ids + path
+                node = node.parent
+            assert path == request.block_ids[: lease.num_blocks], "a lease on others' blocks"
+        for key, request_id in self._leaders.items():
+            assert self._running[request_id].key == key
+
+
+def _tokens(request: Request) -> Tokens:
+    if not request.output_token_ids:
+        return request.prompt_token_ids.tobytes()
+    outputs = np.array(request.output_token_ids, np.int32)
+    return request.prompt_token_ids.tobytes() + outputs.tobytes()
