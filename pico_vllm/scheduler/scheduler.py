@@ -174,7 +174,7 @@ class Scheduler:
         self._admit()
         rows, state = self._rows.in_order(), self._rows
         last = self._last_plan
-        if self._num_repeats > 0 and last is not None and rows is last.rows and not self._exchanged:
+        if self._num_repeats > 0 and last is not None and rows is last.rows:
             return self._repeat(last)
         num_sampled = state.num_sampled[rows]
         # One whose last token is under way has nothing left to compute.
@@ -519,7 +519,11 @@ class Scheduler:
 
     def _repeat(self, last: StepPlan) -> StepPlan:
         """The plan after one in which all decoded, while nothing else happens: most steps of few
-        requests, whose time is the host's more than that of many."""
+        requests, whose time is the host's more than that of many.
+
+        Blocks exchanged meanwhile wait for the next plan that takes some: before that nobody writes
+        to those which they replace.
+        """
         state, rows = self._rows, last.rows
         state.num_scheduled[rows] += 1
         state.num_sampled[rows] += 1
