@@ -178,8 +178,10 @@ class RadixTree:
         found: tuple[Node | None, int, int] = (None, 0, 0)
         if not wanted:
             return found
-        index = bisect_left(node.keys, wanted)
+        index, first_token = bisect_left(node.keys, wanted), wanted[:TOKEN_BYTES]
         for key in node.keys[max(0, index - 1) : index + 1]:
+            if not key.startswith(first_token):
+                continue  # as with most
             count = num_common_tokens(key, wanted)
             if count > found[2]:
                 child = node.children[key]
