@@ -157,7 +157,8 @@ class TritonRunner:
         self.graphs: CudaGraphs | None = None
         self._last: tuple[Shape, Tail] | None = None
         """Of the step before, where it was a graph's."""
-        self._uncapturable: set[tuple[Shape, Tail]] = set()
+        self._uncapturable: set[tuple[Shape | None, Tail]] = set()
+        self._came_once: set[tuple[Shape, Tail]] = set()
         if has_graphs:
             self.graphs = CudaGraphs(
                 self.run_shape,
@@ -181,11 +182,13 @@ class TritonRunner:
         sampled_rows = plan.rows[plan.is_sampled]
         needs_full = np.count_nonzero(self._sampling.needs_full_W[sampled_rows]) > 0
         tail: Tail = "full" if needs_full else "sample"
-        shape = None if wants_prompt else self._graph_for(plan, tail)
-        if shape is not None:
+        shape = None if wants_prompt else self._shape_for(plan, tail)
+        if shape is not None and self._has_graph(shape, tail):
             return self._replay(plan, shape, tail)
         self._last = None
-        return self._launch_eagerly(plan, tail, wants_prompt=wants_prompt)
+        return self._launch_eagerly(
+            plan, tail, shape or _exact_shape(plan), wants_prompt=wants_prompt
+        )
 
     def _replay(self, plan: StepPlan, shape: Shape, tail: Tail) -> PendingResult:
         assert self.graphs is not None
@@ -195,8 +198,10 @@ class TritonRunner:
         return self._send(plan, batch, tail, {})
 
     @torch.inference_mode()
-    def _launch_eagerly(self, plan: StepPlan, tail: Tail, *, wants_prompt: bool) -> PendingResult:
-        batch = self._batch_builder.stage(plan, _exact_shape(plan))
+    def _launch_eagerly(
+        self, plan: StepPlan, tail: Tail, shape: Shape, *, wants_prompt: bool
+    ) -> PendingResult:
+        batch = self._batch_builder.stage(plan, shape)
         hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
         prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE) if wants_prompt else {}
         return self._send(plan, batch, tail, prompt_logprobs)
@@ -247,24 +252,32 @@ class TritonRunner:
         self._kv.copy_blocks(torch.zeros((2, 1), dtype=torch.int32, device=self._device))
         self._forward(batch, tail)
 
-    def _graph_for(self, plan: StepPlan, tail: Tail) -> Shape | None:
-        """The shape whose graph takes this plan, captured now if it is new."""
-        graphs = self.graphs
-        shape = None if graphs is None else graphs.shape_of(plan)
-        if graphs is None or shape is None or (shape, tail) in self._uncapturable:
-            return None
-        if not graphs.has(shape, tail):
-            try:
-                graphs.capture(shape, tail)
-            except torch.OutOfMemoryError:
-                self._uncapturable.add((shape, tail))
-                logger.warning(
-                    "graph_out_of_memory shape=%s: such steps run without a graph; lower "
-                    "gpu_memory_utilization to leave room",
-                    shape,
-                )
-                return None
-        return shape
+    def _shape_for(self, plan: StepPlan, tail: Tail) -> Shape | None:
+        """The shape that holds this plan; None where it runs as it is."""
+        shape = None if self.graphs is None else self.graphs.shape_of(plan)
+        return None if (shape, tail) in self._uncapturable else shape
+
+    def _has_graph(self, shape: Shape, tail: Tail) -> bool:
+        """Whether a graph is there. Steps that decode are followed by others: captured now if they
+        are new. Prompts of a size may come once, and launching kernel by kernel takes less than a
+        capture: so they run when they come first, padded alike, which gives the same bits."""
+        assert self.graphs is not None
+        if self.graphs.has(shape, tail):
+            return True
+        if not shape.is_decode and (shape, tail) not in self._came_once:
+            self._came_once.add((shape, tail))
+            return False
+        try:
+            self.graphs.capture(shape, tail)
+        except torch.OutOfMemoryError:
+            self._uncapturable.add((shape, tail))
+            logger.warning(
+                "graph_out_of_memory shape=%s: such steps run without a graph; lower "
+                "gpu_memory_utilization to leave room",
+                shape,
+            )
+            return False
+        return True
 
     @torch.inference_mode()
     def _prepare(self, shape: Shape, tail: Tail) -> None:
