@@ -21,6 +21,8 @@ from torch import Tensor
 
 BLOCK_V = 4096
 """Logits that a program takes at a time; also lanes, and entries of a list."""
+NUM_STAGES = tl.constexpr(3)
+"""Blocks under way in loops over a row: a program waits for memory, not for its arithmetic."""
 LOWEST_KEY = tl.constexpr(-(2**31))
 """Below every logit's."""
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -70,16 +72,33 @@ def is_above(keys, ids, key, token_id):
 
 
 @triton.jit
-def load_logits(logits_ptr, start, vocab_size, BLOCK_V: tl.constexpr):
-    """[BLOCK_V] fp32 from `start` on, without -0; past the vocabulary minus infinity."""
+def _without_minus_zero(x):
+    return tl.where(x == 0.0, 0.0, x)
+
+
+@triton.jit
+def keep_logits(logits_ptr, row_ptr, num_columns, vocab_size, threshold, BLOCK_V: tl.constexpr):
+    """Copy a row to scratch memory as fp32, without -0, and minus infinity past the vocabulary.
+    Returns the lanes' largest, and in each lane how many are above the threshold."""
     v = tl.arange(0, BLOCK_V)
+    lanes = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
+    num_above = tl.zeros((BLOCK_V,), tl.int32)
+    num_full = vocab_size // BLOCK_V * BLOCK_V
     # A load without a mask is several times wider.
-    if start + BLOCK_V <= vocab_size:
-        x = tl.load(logits_ptr + start + v).to(tl.float32)
-    else:
+    for start in tl.range(0, num_full, BLOCK_V, num_stages=NUM_STAGES):
+        x = _without_minus_zero(tl.load(logits_ptr + start + v).to(tl.float32))
+        tl.store(row_ptr + start + v, x)
+        lanes = tl.maximum(lanes, x)
+        num_above += (x > threshold).to(tl.int32)
+    for start in range(num_full, num_columns, BLOCK_V):
         is_token = start + v < vocab_size
         x = tl.load(logits_ptr + start + v, mask=is_token, other=MINUS_INFINITY).to(tl.float32)
-    return tl.where(x == 0.0, 0.0, x)
+        x = _without_minus_zero(x)
+        tl.store(row_ptr + start + v, x)
+        lanes = tl.maximum(lanes, x)
+        num_above += (x > threshold).to(tl.int32)
+    tl.debug_barrier()
+    return lanes, num_above
 
 
 @triton.jit
@@ -109,7 +128,7 @@ def list_largest(
     tl.debug_barrier()
     masses = tl.zeros((BLOCK_V,), tl.float32)
     count = 0
-    for start in range(0, num_columns, BLOCK_V):
+    for start in tl.range(0, num_columns, BLOCK_V, num_stages=NUM_STAGES):
         x = tl.load(row_ptr + start + v)
         masses += tl.exp((x - largest) * per_temperature)
         is_listed = (to_key(x) >= bound) & (x > MINUS_INFINITY)

@@ -28,14 +28,15 @@ from pico_vllm.kernels import candidates
 from pico_vllm.kernels.candidates import (
     LOWEST_KEY,
     MINUS_INFINITY,
+    NUM_STAGES,
     RowScratch,
     check_scratch,
     from_key,
     is_above,
+    keep_logits,
     lane_bound,
     list_largest,
     load_candidates,
-    load_logits,
     to_key,
 )
 from pico_vllm.kernels.head_sample import (
@@ -159,7 +160,7 @@ def _adjust(
         tl.store(row_ptr + ids, tl.where(x == 0.0, 0.0, x), mask=is_there)
     tl.debug_barrier()
     if has_penalties:
-        for start in range(0, num_columns, BLOCK_V):
+        for start in tl.range(0, num_columns, BLOCK_V, num_stages=NUM_STAGES):
             x = tl.load(row_ptr + start + v)
             count = tl.load(counts_ptr + start + v)
             x = _penalised(x, count, repetition, frequency, presence)
@@ -173,7 +174,7 @@ def _adjust(
         tl.store(row_ptr + ids, tl.full((BLOCK_IDS,), MINUS_INFINITY, tl.float32), mask=is_there)
     tl.debug_barrier()
     lanes = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
-    for start in range(0, num_columns, BLOCK_V):
+    for start in tl.range(0, num_columns, BLOCK_V, num_stages=NUM_STAGES):
         lanes = tl.maximum(lanes, tl.load(row_ptr + start + v))
     return lanes
 
@@ -284,13 +285,7 @@ def _full_sample_kernel(
     counts_ptr += row * counts_stride
     values_ptr += r * (num_columns + BLOCK_V)
     list_ids_ptr += r * BLOCK_V
-    v = tl.arange(0, BLOCK_V)
-    lanes = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
-    for start in range(0, num_columns, BLOCK_V):
-        x = load_logits(logits_ptr, start, vocab_size, BLOCK_V)
-        tl.store(values_ptr + start + v, x)
-        lanes = tl.maximum(lanes, x)
-    tl.debug_barrier()
+    lanes, _ = keep_logits(logits_ptr, values_ptr, num_columns, vocab_size, MINUS_INFINITY, BLOCK_V)
     if is_adjusted:
         lanes = _adjust(
             values_ptr, num_columns, numbers_ptr, logits_ptr, counts_ptr,

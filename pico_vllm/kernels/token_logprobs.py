@@ -15,15 +15,14 @@ from torch import Tensor
 
 from pico_vllm.kernels import candidates
 from pico_vllm.kernels.candidates import (
-    MINUS_INFINITY,
     RowScratch,
     check_scratch,
     from_key,
     is_above,
+    keep_logits,
     lane_bound,
     list_largest,
     load_candidates,
-    load_logits,
     to_key,
 )
 from pico_vllm.kernels.full_sample import FIRST_SAMPLED, NUM_LOGPROBS, NUM_NUMBERS
@@ -94,15 +93,9 @@ def _token_logprobs_kernel(
     list_ids_ptr += r * BLOCK_V
     out_ptr += r * (FIRST_TOP + 2 * MAX_TOP)
     x_chosen = tl.load(logits_ptr + chosen).to(tl.float32)
-    v = tl.arange(0, BLOCK_V)
-    lanes = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
-    num_larger = tl.zeros((BLOCK_V,), tl.int32)
-    for start in range(0, num_columns, BLOCK_V):
-        x = load_logits(logits_ptr, start, vocab_size, BLOCK_V)
-        tl.store(values_ptr + start + v, x)
-        lanes = tl.maximum(lanes, x)
-        num_larger += (x > x_chosen).to(tl.int32)
-    tl.debug_barrier()
+    lanes, num_larger = keep_logits(
+        logits_ptr, values_ptr, num_columns, vocab_size, x_chosen, BLOCK_V
+    )
     largest = tl.max(lanes, axis=0)
     bound = lane_bound(lanes, tl.maximum(num_top, 1), BLOCK_V)
     num_listed, total = list_largest(
