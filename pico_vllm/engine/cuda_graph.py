@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 Tail = Literal["sample", "full"]
 """What follows the forward pass: ids by temperature alone, or all that a request can ask for."""
 EXTEND_TOKENS = (
-    16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024,
-    1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096,
+    16, *range(32, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 128), 4096,
 )  # fmt: skip
+"""Padding is computed like tokens: at most an eighth from 256 on, and a sixteenth from 2,048 on."""
 MAX_EXTEND_TOKENS = EXTEND_TOKENS[-1]
 
 
