@@ -185,7 +185,7 @@ print(subprocess.run(command, check=True, capture_output=True, text=True).stdout
     ("dtype", "num_requests", "head_dim", "block_size", "group", "has_norm", "has_prefix"),
     [
         ("bf16", 64, 128, 16, 6, 0, 0),
-        ("bf16", 256, 128, 16, 6, 0, 1),
+        pytest.param("bf16", 256, 128, 16, 6, 0, 1, marks=pytest.mark.slow),
         pytest.param("bf16", 256, 128, 16, 2, 1, 0, marks=pytest.mark.slow),
         pytest.param("fp16", 16, 64, 32, 16, 1, 1, marks=pytest.mark.slow),
         pytest.param("bf16", 16, 128, 64, 9, 0, 0, marks=pytest.mark.slow),

@@ -62,6 +62,8 @@ def test_a_prompt_and_its_state() -> None:
 def test_lengths_of_a_shared_prefix() -> None:
     """They arrive with a shape that is of such, and with no other; padding has none."""
     builder = _builder()
+    for turn in builder._turns:
+        turn.words[:] = 99  # as other steps may have left them
     ones = np.ones(2, np.int32)
     plan = StepPlan(
         request_ids=("a", "b"), rows=np.array([2, 0], np.int32), context_lens=ones * 20,
