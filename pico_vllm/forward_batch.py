@@ -34,6 +34,9 @@ class DeviceFeed:
     fresh_request: int
     fresh_token: int
     """From this request and token on nobody has a context: all keys are of this step."""
+    prefix_lens: Tensor | None = None
+    """[R] int32, of a decoding batch: first tokens that all those which have any here share; None
+    where attention does not ask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

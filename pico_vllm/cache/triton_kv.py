@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.forward_batch import ForwardBatch
-from pico_vllm.kernels import hopper_decode
+from pico_vllm.kernels import hopper_decode, shared_prefix
 from pico_vllm.kernels.copy_blocks import copy_blocks
 from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import DecodeScratch, paged_decode, rope_paged_decode
@@ -52,6 +52,9 @@ class TritonKV:
         self.takes_many = hopper_decode.can_take(
             device, dtype, model.num_heads, model.num_kv_heads, model.head_dim, block_size
         )
+        self.can_share = not is_batch_invariant
+        """Whether steps in which all decode may say who shares a prefix."""
+        self._token_bytes = 2 * model.num_kv_heads * model.head_dim * dtype.itemsize  # of a layer
         self.prefill_config: PrefillConfig | None = None
         if is_batch_invariant:
             self.prefill_config = choose_config(1, model.num_heads, model.head_dim, dtype)
@@ -67,6 +70,10 @@ class TritonKV:
     def for_step(self, batch: ForwardBatch) -> TritonStep:
         return TritonStep(self, batch)
 
+    def shares(self, num_requests: int, num_tokens: int) -> bool:
+        """Whether it pays that so many requests attend so many tokens together."""
+        return shared_prefix.is_faster(num_requests, num_tokens, self._token_bytes)
+
     def copy_blocks(self, copies_2C: Tensor) -> None:
         """Sources and targets, int32 on the device."""
         copy_blocks(self.device_pool, copies_2C)
@@ -81,6 +88,7 @@ class TritonStep:
         self._batch = batch
         self._table_rows = batch.feed.table_rows
         self._is_long = batch.feed.is_long
+        self._prefix_lens = batch.feed.prefix_lens
         self._starts_from: dict[int, Tensor] = {}
 
     def rotate_and_attend(
@@ -127,7 +135,13 @@ class TritonStep:
             "q_norm_D": q_norm, "k_norm_D": k_norm, "eps": eps,
         }  # fmt: skip
         num_pairs = n * kv.device_pool.shape[1]
-        if kv.takes_many and hopper_decode.is_faster(num_pairs, is_long=self._is_long):
+        on_hopper = kv.takes_many and hopper_decode.is_faster(num_pairs, is_long=self._is_long)
+        if self._prefix_lens is not None:
+            return shared_prefix.shared_prefix_decode(
+                *arguments, self._prefix_lens[:n], **options,
+                is_long=self._is_long, on_hopper=on_hopper,
+            )  # fmt: skip
+        if on_hopper:
             return hopper_decode.hopper_rope_decode(*arguments, **options)
         return rope_paged_decode(*arguments, **options, is_long=self._is_long)
 

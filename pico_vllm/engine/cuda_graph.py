@@ -13,12 +13,17 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pico_vllm.engine.device_batch import Shape, fresh_shape
+from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.kernels.paged_decode import are_long, can_be_long
+from pico_vllm.kernels.shared_prefix import MIN_SHARING
 from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -42,6 +47,11 @@ def extend_request_sizes(max_num_seqs: int) -> list[int]:
     """Requests of an extend cost little, so few sizes serve."""
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def own_lens(plan: StepPlan, shared: SharedPrefix | None) -> NDArray[np.int32]:
+    """Of each request, the context that is attended for it alone."""
+    return plan.context_lens if shared is None else plan.context_lens - shared.lens
 
 
 class CudaGraphs:
@@ -69,14 +79,18 @@ class CudaGraphs:
         self._graphs: dict[tuple[Shape, Tail], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
 
-    def shape_of(self, plan: StepPlan) -> Shape | None:
-        """The smallest shape that holds a plan; None where it runs as it is."""
+    def shape_of(self, plan: StepPlan, shared: SharedPrefix | None = None) -> Shape | None:
+        """The smallest shape that holds a plan; None where it runs as it is. shared: what attention
+        is to read once, of a plan whose requests all decode."""
         num_requests = len(plan.rows)
         if plan.num_decodes == num_requests:
             size = _at_least(self._decode_sizes, num_requests)
             if size is None:
                 return None
-            return Shape(size, size, is_decode=True, is_long=are_long(plan.context_lens))
+            return Shape(
+                size, size, is_decode=True, is_long=are_long(own_lens(plan, shared)),
+                is_shared=shared is not None,
+            )  # fmt: skip
         tokens = _at_least(self._token_sizes, plan.num_tokens)
         requests = _at_least(self._request_sizes, num_requests)
         if tokens is None or requests is None:
@@ -101,6 +115,14 @@ class CudaGraphs:
             self._pool = graph.pool()
         self._graphs[shape, tail] = graph
         logger.debug("graph_captured shape=%s tail=%s", shape, tail)
+
+    def shared_shapes(self) -> list[Shape]:
+        """Those that decode behind a shared prefix: few of them ever come."""
+        return [
+            replace(shape, is_shared=True)
+            for shape in self.decode_shapes()
+            if shape.num_requests >= MIN_SHARING
+        ]
 
     def decode_shapes(self) -> list[Shape]:
         """All of them, the largest first: in its memory the smaller ones have room."""

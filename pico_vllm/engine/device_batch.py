@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows, has_penalties
+from pico_vllm.engine.shared_prefixes import SharedPrefix, SharedPrefixes
 from pico_vllm.forward_batch import DeviceFeed, ForwardBatch
 from pico_vllm.kernels.penalty_counts import HEADER_WORDS, rebuild_counts
 from pico_vllm.kernels.scatter import scatter
@@ -53,13 +54,15 @@ class Shape:
     num_fresh: int = 0
     """How many requests at the end have no context: their attention needs no pool."""
     num_fresh_tokens: int = 0
+    is_shared: bool = False
+    """Decoding behind a prefix that many share, which attention reads once."""
 
     def fields(self) -> list[slice]:
         """Where the fields of a packed copy lie, in words: each starts at 16 bytes, since kernels
         are compiled anew for addresses that do not."""
         T, R = self.num_tokens, self.num_requests
         found, at = [], 0
-        for size in (T, T, T, R, R, R, R + 1):
+        for size in (T, T, T, R, R, R, R + 1, R * self.is_shared):
             found.append(slice(at, at + size))
             at += -(-size // 4) * 4
         return found
@@ -84,6 +87,7 @@ class _HostFields:
     seq_lens: NDArray[np.int32]
     sample_at: NDArray[np.int32]
     query_start_loc: NDArray[np.int32]
+    prefix_lens: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +140,10 @@ class DeviceBatchBuilder:
         self.sampling = SamplingRows(asked, vocab_size, device)
         self.block_table_WM = table.view(W, M)
         self.last_tokens_W = torch.zeros(W, dtype=torch.int64, device=device)
+        self.shared_prefixes = SharedPrefixes(W, M, block_size)
 
-        most = Shape(max_num_batched_tokens, max_num_seqs, is_decode=False).fields()[-1].stop
+        largest = Shape(max_num_batched_tokens, max_num_seqs, is_decode=False, is_shared=True)
+        most = largest.fields()[-1].stop
         self._device_words = torch.zeros(most, dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self._turns = [self._pinned(most) for _ in range(TURNS + 1)]  # the last one for padding
@@ -151,15 +157,18 @@ class DeviceBatchBuilder:
         """By row: the ids that a request came with."""
         self._shapes: dict[Shape, _ForShape] = {}
 
-    def stage(self, plan: StepPlan, shape: Shape) -> ForwardBatch:
-        """Send what the plan adds to the state and what its step needs. Nothing is waited for."""
+    def stage(
+        self, plan: StepPlan, shape: Shape, shared: SharedPrefix | None = None
+    ) -> ForwardBatch:
+        """Send what the plan adds to the state and what its step needs. Nothing is waited for.
+        shared: where the shape is of such."""
         self._turn = (self._turn + 1) % TURNS
         self._send_changes(plan)
         self._send_counts([new for new in plan.new_rows if has_penalties(new)])
         # Shapes that have a graph were padded once; others may never come again.
         made = self._for_shape(shape, is_kept=False)
         turn = self._turn_of(made, shape, self._turn)
-        self._fill(turn.fields, plan)
+        self._fill(turn.fields, plan, shared)
         turn.device.copy_(turn.host, non_blocking=True)
         return made.batch
 
@@ -183,7 +192,7 @@ class DeviceBatchBuilder:
         """Token ids that the request of a row came with, at positions start to stop."""
         return self._tokens[row][start:stop]
 
-    def _fill(self, fields: _HostFields, plan: StepPlan) -> None:
+    def _fill(self, fields: _HostFields, plan: StepPlan, shared: SharedPrefix | None) -> None:
         n, num_requests = plan.num_decodes, len(plan.rows)
         fields.token_ids[:n] = -1
         fields.token_rows[:n] = plan.rows[:n]
@@ -199,6 +208,8 @@ class DeviceBatchBuilder:
             at = stop
         fields.rows[:num_requests] = plan.rows
         np.add(plan.context_lens, plan.query_lens, out=fields.seq_lens[:num_requests])
+        if shared is not None:
+            fields.prefix_lens[:num_requests] = shared.lens
         if at > n:  # with decoding rows alone nobody asks where a request's tokens begin
             ends = fields.query_start_loc
             ends[0] = 0
@@ -215,6 +226,7 @@ class DeviceBatchBuilder:
         fields.seq_lens[num_requests:] = 0
         fields.sample_at[num_requests:] = 0
         fields.query_start_loc[num_requests + 1 :] = num_tokens
+        fields.prefix_lens[num_requests:] = 0
 
     def _send_changes(self, plan: StepPlan) -> None:
         if not plan.new_rows and not plan.new_blocks:
@@ -226,6 +238,7 @@ class DeviceBatchBuilder:
             index, value = self.sampling.changes(new)
             indices.append(index)
             values.append(value)
+        self.shared_prefixes.take(plan.new_blocks)
         for blocks in plan.new_blocks:
             start = self._table_at + blocks.row * self._table_width + blocks.index
             indices.append(np.arange(start, start + len(blocks.block_ids)))
@@ -286,7 +299,7 @@ class DeviceBatchBuilder:
 
     def _make(self, shape: Shape) -> _ForShape:
         T = shape.num_tokens
-        ids, token_rows, positions, rows, seq_lens, sample_at, starts = (
+        ids, token_rows, positions, rows, seq_lens, sample_at, starts, prefix_lens = (
             self._device_words[field] for field in shape.fields()
         )
         batch = ForwardBatch(
@@ -309,6 +322,7 @@ class DeviceBatchBuilder:
                 is_long=shape.is_long,
                 fresh_request=shape.num_requests - shape.num_fresh,
                 fresh_token=T - shape.num_fresh_tokens,
+                prefix_lens=prefix_lens if shape.is_shared else None,
             ),
         )
         return _ForShape(batch, {})

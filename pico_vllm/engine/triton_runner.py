@@ -19,16 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pico_vllm.cache.triton_kv import TritonKV
-from pico_vllm.engine.cuda_graph import CudaGraphs, Tail
+from pico_vllm.engine.cuda_graph import CudaGraphs, Tail, own_lens
 from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
 from pico_vllm.engine.model_runner import PendingResult
 from pico_vllm.engine.prompt_logprobs import PromptLogprobs
+from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample
 from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
 from pico_vllm.kernels.launch import compiled_in_parallel
 from pico_vllm.kernels.paged_decode import are_long
+from pico_vllm.kernels.shared_prefix import MIN_SHARING
 from pico_vllm.kernels.small_linear import MAX_ROWS
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
 from pico_vllm.layers.linear import Residual
@@ -155,7 +157,7 @@ class TritonRunner:
         self._events = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else None
         self._views: dict[tuple[int, int], _Copies] = {}
         self.graphs: CudaGraphs | None = None
-        self._last: tuple[Shape, Tail] | None = None
+        self._last: tuple[Shape, Tail, SharedPrefix | None] | None = None
         """Of the step before, where it was a graph's."""
         self._uncapturable: set[tuple[Shape | None, Tail]] = set()
         self._came_once: set[tuple[Shape, Tail]] = set()
@@ -170,9 +172,9 @@ class TritonRunner:
 
     def launch(self, plan: StepPlan) -> PendingResult:
         if plan.repeats and self._last is not None:
-            shape, tail = self._last
-            if shape.is_long or not are_long(plan.context_lens):  # which grow
-                return self._replay(plan, shape, tail)
+            last_shape, last_tail, last_shared = self._last
+            if last_shape.is_long or not are_long(own_lens(plan, last_shared)):  # which grow
+                return self._replay(plan, last_shape, last_tail, last_shared)
         if plan.copies:
             self._copy_blocks(plan.copies)
         for new in plan.new_rows:
@@ -182,26 +184,43 @@ class TritonRunner:
         sampled_rows = plan.rows[plan.is_sampled]
         needs_full = np.count_nonzero(self._sampling.needs_full_W[sampled_rows]) > 0
         tail: Tail = "full" if needs_full else "sample"
-        shape = None if wants_prompt else self._shape_for(plan, tail)
+        shared = self._find_shared(plan)
+        shape = None if wants_prompt else self._shape_for(plan, tail, shared)
         if shape is not None and self._has_graph(shape, tail):
-            return self._replay(plan, shape, tail)
+            return self._replay(plan, shape, tail, shared)
         self._last = None
-        return self._launch_eagerly(
-            plan, tail, shape or _exact_shape(plan), wants_prompt=wants_prompt
-        )
+        shape = shape or _exact_shape(plan, shared)
+        return self._launch_eagerly(plan, tail, shape, shared, wants_prompt=wants_prompt)
 
-    def _replay(self, plan: StepPlan, shape: Shape, tail: Tail) -> PendingResult:
+    def _find_shared(self, plan: StepPlan) -> SharedPrefix | None:
+        """The prefix that attention is to read once for those that share it, where that pays."""
+        if not self._kv.can_share or plan.num_decodes < max(len(plan.rows), MIN_SHARING):
+            return None
+        shared = self._batch_builder.shared_prefixes.find(plan.rows, plan.context_lens)
+        if shared is None or not self._kv.shares(shared.num_requests, shared.num_tokens):
+            return None
+        return shared
+
+    def _replay(
+        self, plan: StepPlan, shape: Shape, tail: Tail, shared: SharedPrefix | None
+    ) -> PendingResult:
         assert self.graphs is not None
-        batch = self._batch_builder.stage(plan, shape)
+        batch = self._batch_builder.stage(plan, shape, shared)
         self.graphs.replay(shape, tail)
-        self._last = shape, tail
+        self._last = shape, tail, shared
         return self._send(plan, batch, tail, {})
 
     @torch.inference_mode()
     def _launch_eagerly(
-        self, plan: StepPlan, tail: Tail, shape: Shape, *, wants_prompt: bool
+        self,
+        plan: StepPlan,
+        tail: Tail,
+        shape: Shape,
+        shared: SharedPrefix | None,
+        *,
+        wants_prompt: bool,
     ) -> PendingResult:
-        batch = self._batch_builder.stage(plan, shape)
+        batch = self._batch_builder.stage(plan, shape, shared)
         hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
         prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE) if wants_prompt else {}
         return self._send(plan, batch, tail, prompt_logprobs)
@@ -226,7 +245,10 @@ class TritonRunner:
     def capture_decodes(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile what steps of any size that has a graph launch, and capture those that decode."""
         assert self.graphs is not None
-        self.compile((*self.graphs.decode_shapes(), *self.graphs.extend_shapes()))
+        shapes = [*self.graphs.decode_shapes(), *self.graphs.extend_shapes()]
+        if self._kv.can_share:
+            shapes += self.graphs.shared_shapes()
+        self.compile(shapes)
         self.graphs.capture_decodes(on_progress)
 
     def compile(self, shapes: Sequence[Shape]) -> None:
@@ -252,9 +274,9 @@ class TritonRunner:
         self._kv.copy_blocks(torch.zeros((2, 1), dtype=torch.int32, device=self._device))
         self._forward(batch, tail)
 
-    def _shape_for(self, plan: StepPlan, tail: Tail) -> Shape | None:
+    def _shape_for(self, plan: StepPlan, tail: Tail, shared: SharedPrefix | None) -> Shape | None:
         """The shape that holds this plan; None where it runs as it is."""
-        shape = None if self.graphs is None else self.graphs.shape_of(plan)
+        shape = None if self.graphs is None else self.graphs.shape_of(plan, shared)
         return None if (shape, tail) in self._uncapturable else shape
 
     def _has_graph(self, shape: Shape, tail: Tail) -> bool:
@@ -371,7 +393,7 @@ class TritonRunner:
         return copies
 
 
-def _exact_shape(plan: StepPlan) -> Shape:
+def _exact_shape(plan: StepPlan, shared: SharedPrefix | None) -> Shape:
     num_requests = len(plan.rows)
     is_decode = plan.num_decodes == num_requests
     has_context = np.flatnonzero(plan.context_lens)
@@ -380,8 +402,9 @@ def _exact_shape(plan: StepPlan) -> Shape:
         plan.num_tokens,
         num_requests,
         is_decode=is_decode,
-        is_long=are_long(plan.context_lens[: plan.num_decodes]),
+        is_long=are_long(own_lens(plan, shared)[: plan.num_decodes]),
         num_decodes=plan.num_decodes,
         num_fresh=num_requests - first_fresh,
         num_fresh_tokens=int(plan.query_lens[first_fresh:].sum()),
+        is_shared=shared is not None,
     )

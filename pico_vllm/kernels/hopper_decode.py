@@ -10,7 +10,8 @@ nothing to reduce with others. Several programs share a multiprocessor.
 
 The number of programs does not depend on the lengths, so that a CUDA graph can hold the launch:
 programs whose split is empty leave at once. The program that finishes a (request, KV head) last
-adds up its splits, in their order.
+adds up its splits, in their order, behind what another kernel may have left of its first tokens
+(shared_prefix.py).
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from pico_vllm.kernels.gluon import (
 from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
 from pico_vllm.kernels.paged_decode import (
     LOG2_E,
+    MAX_PREFIX_SPLITS,
     MAX_SPLITS_IN_PLACE,
+    PREFIX_STEP,
+    AttendedPrefix,
     DecodeScratch,
     paged_decode_reference,
 )
@@ -135,17 +139,18 @@ def _add_splits(
     gl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
 
 
-# Specialised on neither count: steps of all sizes share one compiled kernel.
-@gluon_jit(do_not_specialize=["num_splits", "min_rounds"])
+# Specialised on no count: steps of all sizes share one compiled kernel.
+@gluon_jit(do_not_specialize=["num_splits", "num_prefix_splits", "min_rounds"])
 def _hopper_decode_kernel(
-    kv_desc, qkv_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, out_ptr,
+    kv_desc, qkv_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, prefix_lens_ptr, out_ptr,
     partial_ptr, stats_ptr, counter_ptr,
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    scale_log2, eps, num_splits, min_rounds,
+    scale_log2, eps, num_splits, num_prefix_splits, min_rounds,
     block_stride, head_stride, table_stride,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, S: gl.constexpr,
     NUM_BLOCKS: gl.constexpr, NUM_STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
-    HAS_NORM: gl.constexpr, USE_PDL: gl.constexpr,
+    HAS_NORM: gl.constexpr, HAS_PREFIX: gl.constexpr, PREFIX_STEP: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
     if USE_PDL:
         gdc_launch_dependents()
@@ -168,7 +173,16 @@ def _hopper_decode_kernel(
     seq_len = gl.load(seq_lens_ptr + r)
     row = gl.load(rows_ptr + r)
     num_blocks = (seq_len + S - 1) // S
-    all_rounds = (num_blocks + NUM_BLOCKS - 1) // NUM_BLOCKS
+    own_block = 0
+    num_parts = 0
+    if HAS_PREFIX:
+        # As prefix_split_tokens cuts it.
+        prefix_len = gl.load(prefix_lens_ptr + r)
+        own_block = prefix_len // S
+        num_steps = (prefix_len + PREFIX_STEP - 1) // PREFIX_STEP
+        steps_a_part = gl.maximum((num_steps + num_prefix_splits - 1) // num_prefix_splits, 1)
+        num_parts = (num_steps + steps_a_part - 1) // steps_a_part
+    all_rounds = (num_blocks - own_block + NUM_BLOCKS - 1) // NUM_BLOCKS
     rounds_a_split = gl.maximum((all_rounds + num_splits - 1) // num_splits, min_rounds)
     num_used = gl.maximum((all_rounds + rounds_a_split - 1) // rounds_a_split, 1)
     if split >= num_used:
@@ -176,7 +190,7 @@ def _hopper_decode_kernel(
         if USE_PDL:
             gdc_wait()
         return
-    first_block = split * rounds_a_split * NUM_BLOCKS
+    first_block = own_block + split * rounds_a_split * NUM_BLOCKS
     num_rounds = gl.minimum(all_rounds - split * rounds_a_split, rounds_a_split)
     has_new = split == num_used - 1
 
@@ -285,10 +299,13 @@ def _hopper_decode_kernel(
     at = m[:, None] * D + columns[None, :]
     is_row = m < GROUP
     out_ptr += pair * (GROUP * D)
-    if num_used > 1:
-        stats_ptr += pair * num_splits * (GROUP * 2)
-        partial_ptr += pair.to(gl.int64) * num_splits * (GROUP * D)
-        mine = split * GROUP
+    if num_used + num_parts > 1:
+        all_splits = num_splits
+        if HAS_PREFIX:
+            all_splits += num_prefix_splits
+        stats_ptr += pair * all_splits * (GROUP * 2)
+        partial_ptr += pair.to(gl.int64) * all_splits * (GROUP * D)
+        mine = (num_parts + split) * GROUP
         gl.store(stats_ptr + (mine + m) * 2, highest, mask=is_row)
         gl.store(stats_ptr + (mine + m) * 2 + 1, total, mask=is_row)
         gl.store(partial_ptr + mine * D + at, acc, mask=is_row[:, None])
@@ -298,8 +315,8 @@ def _hopper_decode_kernel(
         if num_done == num_used - 1:
             gl.store(counter_ptr + pair, 0)
             _add_splits(
-                partial_ptr, stats_ptr, out_ptr, num_used, layout, GROUP, ROWS, D, MAX_SPLITS,
-                4 if ROWS == 8 else 1,
+                partial_ptr, stats_ptr, out_ptr, num_used + num_parts, layout, GROUP, ROWS, D,
+                MAX_SPLITS, 4 if ROWS == 8 else 1,
             )  # fmt: skip
     else:
         out = acc / gl.where(seq_len > 0, total, 1.0)[:, None]
@@ -377,6 +394,7 @@ def hopper_rope_decode(
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
     config: HopperDecodeConfig | None = None,
+    prefix: AttendedPrefix | None = None,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and attention over all.
 
@@ -391,6 +409,7 @@ def hopper_rope_decode(
         rows_R           int32, the row of the table that belongs to each request
         seq_lens_R       int32, tokens, counting the token being decoded
         config           decode_config's choice where None; its splits must fit the scratch
+        prefix           what shared_prefix.attend_prefix left for a config of as many splits
         returns          [R, H, D], dtype of qkv; softmax and sums in fp32
 
     Raises:
@@ -425,7 +444,8 @@ def hopper_rope_decode(
     config = config or decode_config(num_requests, num_kv_heads, block_size, head_dim)
     if config.num_splits > MAX_SPLITS_IN_PLACE:
         raise ValueError(f"{config.num_splits} splits are more than {MAX_SPLITS_IN_PLACE}")
-    needed = num_requests * config.num_splits * num_heads * head_dim
+    prefix_splits = 0 if prefix is None else prefix.num_splits
+    needed = num_requests * (config.num_splits + prefix_splits) * num_heads * head_dim
     if scratch.partials.numel() < needed or scratch.counters.numel() < num_requests * num_kv_heads:
         raise ValueError(
             f"the scratch holds {scratch.partials.numel()} partial sums; {num_requests} requests "
@@ -437,15 +457,18 @@ def hopper_rope_decode(
     )
     options: dict[str, Any] = launch_options(qkv_RND.device)
     _hopper_decode_kernel[(num_requests * num_kv_heads * config.num_splits,)](
-        kv_desc, qkv_RND, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, out_RHD,
+        kv_desc, qkv_RND, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R,
+        seq_lens_R if prefix is None else prefix.lens_R, out_RHD,
         scratch.partials, scratch.stats, scratch.counters,
         cos_PD, sin_PD, qkv_RND if q_norm_D is None else q_norm_D,
         qkv_RND if k_norm_D is None else k_norm_D,
-        scale * LOG2_E, eps, config.num_splits, config.min_rounds,
+        scale * LOG2_E, eps, config.num_splits, prefix_splits, config.min_rounds,
         k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, D=head_dim, S=block_size,
-        NUM_BLOCKS=config.num_blocks, NUM_STAGES=config.num_stages, MAX_SPLITS=MAX_SPLITS_IN_PLACE,
-        HAS_NORM=q_norm_D is not None, num_warps=1, **options,
+        NUM_BLOCKS=config.num_blocks, NUM_STAGES=config.num_stages,
+        MAX_SPLITS=MAX_SPLITS_IN_PLACE + (prefix is not None) * MAX_PREFIX_SPLITS,
+        HAS_NORM=q_norm_D is not None, HAS_PREFIX=prefix is not None, PREFIX_STEP=PREFIX_STEP,
+        num_warps=1, **options,
     )  # fmt: skip
     return out_RHD
 

@@ -8,6 +8,9 @@ loads, and long contexts are cut into splits. The number of programs does not de
 so that a CUDA graph can hold the launch: programs whose split is empty leave at once. The program
 that finishes a (request, KV head) last adds up its splits, in their order; where there may be more
 than MAX_SPLITS_IN_PLACE, for few requests with long contexts, a second kernel does, head by head.
+
+Another kernel (shared_prefix.py) may have attended the first tokens of some requests already. What
+it left in the scratch counts as splits that come before their own.
 """
 
 from __future__ import annotations
@@ -33,6 +36,11 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS_IN_PLACE = 16
 """More than this and one program adding them up takes longer than a second kernel."""
 MAX_SPLITS = 128
+MAX_PREFIX_SPLITS = 16
+PREFIX_STEP = 64
+"""Tokens. Splits of a shared prefix begin at multiples of it."""
+MAX_PREFIX_ROWS = 128
+"""Query rows of a tile of a shared prefix's kernel; one request's, where it has more."""
 MOST_PROGRAMS = 6 * NUM_MULTIPROCESSORS
 """That one (request, KV head) after the other is cut into, where there are not as many pairs."""
 COMBINE_D = 32
@@ -71,7 +79,7 @@ def paged_decode_reference(
 
 
 @triton.jit
-def _rotated(x_ptr, norm_ptr, cos, sin, d, dot_mask, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+def rotated(x_ptr, norm_ptr, cos, sin, d, dot_mask, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
     """Rows at x_ptr (one a head, broadcast over d), normalised if asked, then rotated; fp32."""
     other = (d + D // 2) % D
     x = tl.load(x_ptr + d[None, :], mask=dot_mask, other=0.0).to(tl.float32)
@@ -84,7 +92,13 @@ def _rotated(x_ptr, norm_ptr, cos, sin, d, dot_mask, eps, D: tl.constexpr, HAS_N
         other_weight = tl.load(norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :]
         x = (x * inverse * weight).to(dtype).to(tl.float32)
         y = (y * inverse * other_weight).to(dtype).to(tl.float32)
-    return x * cos[None, :] + y * sin[None, :]
+    return x * cos + y * sin
+
+
+@triton.jit
+def prefix_split_tokens(prefix_len, num_splits, STEP: tl.constexpr):
+    """Of each split of a shared prefix but the last, which may be shorter; all are in use then."""
+    return tl.maximum(tl.cdiv(tl.cdiv(prefix_len, STEP), num_splits), 1) * STEP
 
 
 @triton.jit
@@ -104,18 +118,19 @@ def _kv_tile(
     return k, v
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "num_prefix_splits"])
 def _paged_decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, prefix_lens_ptr, out_ptr,
     partial_ptr, stats_ptr, counter_ptr,
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     scale_log2, eps,
-    q_stride, block_stride, head_stride, table_stride, num_splits,
+    q_stride, block_stride, head_stride, table_stride, num_splits, num_prefix_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     GROUP_POW2: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
     IS_IN_PLACE: tl.constexpr, MOST_IN_PLACE: tl.constexpr, NUM_STAGES: tl.constexpr,
-    IS_FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
+    IS_FUSED: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_PREFIX: tl.constexpr, PREFIX_STEP: tl.constexpr, PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(USE_PDL)
@@ -127,9 +142,15 @@ def _paged_decode_kernel(
     row = tl.load(rows_ptr + r)
     table_ptr += row.to(tl.int64) * table_stride
     num_cached = seq_len - IS_FUSED  # the fused kernel brings the last token itself
-    num_tiles = tl.cdiv(num_cached, BLOCK_N)
+    prefix_len = 0
+    num_parts = 0
+    if HAS_PREFIX:
+        prefix_len = tl.load(prefix_lens_ptr + r)
+        part_len = prefix_split_tokens(prefix_len, num_prefix_splits, PREFIX_STEP)
+        num_parts = tl.cdiv(prefix_len, part_len)
+    num_tiles = tl.cdiv(num_cached - prefix_len, BLOCK_N)
     tiles_per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), 1)
-    start = split * tiles_per_split * BLOCK_N
+    start = prefix_len + split * tiles_per_split * BLOCK_N
     end = tl.minimum(start + tiles_per_split * BLOCK_N, num_cached)
     num_used = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
     if split >= num_used:
@@ -167,13 +188,16 @@ def _paged_decode_kernel(
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if IS_FUSED:
-        q_rot = _rotated(q_ptrs, q_norm_ptr, cos, sin, d, hd_mask, eps, D, HAS_NORM).to(dtype)
+        q_rot = rotated(
+            q_ptrs, q_norm_ptr, cos[None, :], sin[None, :], d, hd_mask, eps, D, HAS_NORM
+        ).to(dtype)
         if split == 0:
             # The new token: its KV goes to the pool, and into the sums from here.
             one = tl.arange(0, 1)[:, None]
             k_row = q_row_ptr + (NUM_KV_HEADS * GROUP + g + one) * D
-            k_new = _rotated(k_row, k_norm_ptr, cos, sin, d, d_mask[None, :], eps, D, HAS_NORM)
-            k_new = k_new.to(dtype)
+            k_new = rotated(
+                k_row, k_norm_ptr, cos[None, :], sin[None, :], d, d_mask[None, :], eps, D, HAS_NORM
+            ).to(dtype)
             v_row = k_row + NUM_KV_HEADS * D
             v_new = tl.load(v_row + d[None, :], mask=d_mask[None, :], other=0.0)
             new = new_block * block_stride + (position % S) * D + d[None, :]
@@ -205,12 +229,16 @@ def _paged_decode_kernel(
         if NUM_STAGES == 1:
             k, v = next_k, next_v
 
-    if (num_used > 1) | (not IS_IN_PLACE):
-        stats_ptr += pair * num_splits * GROUP * 2
-        partial_ptr += pair.to(tl.int64) * num_splits * GROUP * D
-        tl.store(stats_ptr + (split * GROUP + heads) * 2, highest, mask=head_mask)
-        tl.store(stats_ptr + (split * GROUP + heads) * 2 + 1, total, mask=head_mask)
-        partials = partial_ptr + (split * GROUP + heads[:, None]) * D + d[None, :]
+    if (num_used + num_parts > 1) | (not IS_IN_PLACE):
+        all_splits = num_splits
+        if HAS_PREFIX:
+            all_splits += num_prefix_splits
+        stats_ptr += pair * all_splits * GROUP * 2
+        partial_ptr += pair.to(tl.int64) * all_splits * GROUP * D
+        mine = (num_parts + split) * GROUP
+        tl.store(stats_ptr + (mine + heads) * 2, highest, mask=head_mask)
+        tl.store(stats_ptr + (mine + heads) * 2 + 1, total, mask=head_mask)
+        partials = partial_ptr + (mine + heads[:, None]) * D + d[None, :]
         tl.store(partials, acc, mask=hd_mask)
         if not IS_IN_PLACE:
             return
@@ -221,7 +249,7 @@ def _paged_decode_kernel(
         tl.debug_barrier()
         tl.store(counter_ptr + pair, 0)
         _add_splits(
-            partial_ptr, stats_ptr, out_ptr + pair * GROUP * D, num_used,
+            partial_ptr, stats_ptr, out_ptr + pair * GROUP * D, num_used + num_parts,
             GROUP, GROUP_POW2, D, D_PAD, MOST_IN_PLACE, UNROLL,
         )  # fmt: skip
     else:
@@ -324,12 +352,27 @@ class DecodeScratch:
     ) -> DecodeScratch:
         # Pairs of a request and a KV head, times splits.
         most = max(max_requests * num_kv_heads, MOST_PROGRAMS)
-        num_sums = most * (num_heads // num_kv_heads)
+        group = num_heads // num_kv_heads
+        num_sums = most * group
+        # Of a shared prefix: one split, or more while there are few tiles.
+        of_tiles = 2 * NUM_MULTIPROCESSORS * max(MAX_PREFIX_ROWS, triton.next_power_of_2(group))
+        of_requests = max_requests * num_heads
+        num_sums += max(of_requests, min(of_requests * MAX_PREFIX_SPLITS, of_tiles))
         return cls(
             torch.empty(num_sums * head_dim, dtype=torch.float32, device=device),
             torch.empty(num_sums * 2, dtype=torch.float32, device=device),
             torch.zeros(max_requests * num_kv_heads, dtype=torch.int32, device=device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AttendedPrefix:
+    """Tokens whose part of the sums lies in the scratch already."""
+
+    lens_R: Tensor
+    """int32, how many of each request's first tokens; whole blocks, and not the new token."""
+    num_splits: int
+    """Room for each request, at most MAX_PREFIX_SPLITS; prefix_split_tokens says what is in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,12 +507,15 @@ def rope_paged_decode(
     eps: float = 0.0,
     is_long: bool = True,
     config: DecodeConfig | None = None,
+    prefix: AttendedPrefix | None = None,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and paged_decode in one.
 
     Shapes:
         qkv_RND        the fused projection, contiguous: a token's H queries, G keys, G values
         cos/sin_PD     fp32 tables by position; sin with the minus sign in its first half
+        prefix         what shared_prefix.attend_prefix left for a config of as many splits, at most
+                       MAX_SPLITS_IN_PLACE
         the rest       as paged_decode; the pool is written at position seq_len - 1 of each request
 
     Raises:
@@ -497,6 +543,7 @@ def rope_paged_decode(
         scratch,
         config or _config_of(qkv_RND, k_BGSD, is_long=is_long),
         rope,
+        prefix,
     )
 
 
@@ -517,12 +564,17 @@ def _launch(
     scratch: DecodeScratch,
     config: DecodeConfig,
     rope: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float] | None = None,
+    prefix: AttendedPrefix | None = None,
 ) -> Tensor:
     num_requests, head_dim = q.shape[0], q.shape[2]
     num_kv_heads, block_size = k_BGSD.shape[1:3]
-    _check(q, num_heads, k_BGSD, v_BGSD)
+    check(q, num_heads, k_BGSD, v_BGSD)
     splits = config.num_splits
-    needed = num_requests * splits * num_heads * head_dim
+    is_in_place = splits <= MAX_SPLITS_IN_PLACE
+    if prefix is not None and not is_in_place:
+        raise ValueError(f"{splits} splits behind a prefix are more than {MAX_SPLITS_IN_PLACE}")
+    prefix_splits = 0 if prefix is None else prefix.num_splits
+    needed = num_requests * (splits + prefix_splits) * num_heads * head_dim
     if scratch.partials.numel() < needed or scratch.counters.numel() < num_requests * num_kv_heads:
         raise ValueError(
             f"the scratch holds {scratch.partials.numel()} partial sums; {num_requests} requests "
@@ -535,20 +587,22 @@ def _launch(
     head_dim_pad = triton.next_power_of_2(head_dim)
     heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
     cut = {"BLOCK_N": config.block_n, "IS_FUSED": rope is not None}
-    # A number, not part of the code: batches of many sizes share a kernel.
-    is_in_place = splits <= MAX_SPLITS_IN_PLACE
     limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     _paged_decode_kernel[(num_requests * num_kv_heads * splits,)](
-        q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, out_RHD,
+        q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R,
+        seq_lens_R if prefix is None else prefix.lens_R, out_RHD,
         scratch.partials, scratch.stats, scratch.counters,
         cos, sin, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
         scale * LOG2_E, eps,
-        q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0), splits,
+        q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
+        # Numbers, not part of the code: batches of many sizes share a kernel.
+        splits, prefix_splits,
         D_PAD=head_dim_pad, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         GROUP_POW2=triton.next_power_of_2(group), S=block_size,
-        IS_IN_PLACE=is_in_place, MOST_IN_PLACE=MAX_SPLITS_IN_PLACE, UNROLL=8,
+        IS_IN_PLACE=is_in_place, UNROLL=8,
+        MOST_IN_PLACE=MAX_SPLITS_IN_PLACE + (prefix is not None) * MAX_PREFIX_SPLITS,
         NUM_STAGES=config.num_stages,
-        HAS_NORM=q_norm is not None,
+        HAS_NORM=q_norm is not None, HAS_PREFIX=prefix is not None, PREFIX_STEP=PREFIX_STEP,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, **heads, **cut, **options, **limit,
     )  # fmt: skip
@@ -560,7 +614,7 @@ def _launch(
     return out_RHD
 
 
-def _check(q: Tensor, num_heads: int, k_BGSD: Tensor, v_BGSD: Tensor) -> None:
+def check(q: Tensor, num_heads: int, k_BGSD: Tensor, v_BGSD: Tensor) -> None:
     num_kv_heads, _, head_dim = k_BGSD.shape[1:]
     if num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")

@@ -103,7 +103,7 @@ def paged_prefill_pool_reference(
 
 
 @triton.jit
-def _attend_keys(
+def attend_keys(
     acc, total, highest, q, positions, k_ptr, v_ptr, table_ptr, start, num_keys, scale_log2,
     stride_b, stride_s,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -227,7 +227,7 @@ def _paged_prefill_kernel(
         context_len = tl.maximum(seq_len - query_len, 0)
         num_from_pool = tl.minimum(tl.cdiv(context_len, BLOCK_N) * BLOCK_N, num_unmasked)
     for start in tl.range(0, num_from_pool, BLOCK_N):
-        acc, total, highest = _attend_keys(
+        acc, total, highest = attend_keys(
             acc, total, highest, q, positions, k_ptr, v_ptr, table_ptr, start, num_keys, scale_log2,
             stride_b, stride_s, D, D_PAD, S, BLOCK_N, False, PRECISION,
         )  # fmt: skip
@@ -240,7 +240,7 @@ def _paged_prefill_kernel(
             )  # fmt: skip
     # Mostly one or two rounds: too few for a pipeline.
     for start in tl.range(num_unmasked, num_keys, BLOCK_N, num_stages=1):
-        acc, total, highest = _attend_keys(
+        acc, total, highest = attend_keys(
             acc, total, highest, q, positions, k_ptr, v_ptr, table_ptr, start, num_keys, scale_log2,
             stride_b, stride_s, D, D_PAD, S, BLOCK_N, True, PRECISION,
         )  # fmt: skip

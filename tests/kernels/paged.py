@@ -68,9 +68,9 @@ def paged_case(
         ):
             new = torch.randn((seq_len, *shape[1:]), generator=generator).to(dtype)
             tokens = torch.cat((common, new)) if is_present else new
-            for position, token in enumerate(tokens):
-                block = blocks[position // block_size]
-                pool[int(block), :, position % block_size] = token
+            positions = np.arange(len(tokens))
+            at = torch.from_numpy(blocks[positions // block_size]).long()
+            pool[at, :, positions % block_size] = tokens
             dense.append(tokens)
         if is_present:
             case.seq_lens[request] += num_shared * block_size

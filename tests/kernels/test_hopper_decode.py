@@ -143,19 +143,20 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from pico_vllm.kernels.hopper_decode import (
-    MAX_SPLITS_IN_PLACE, _hopper_decode_kernel as kernel, decode_config
+    MAX_PREFIX_SPLITS, MAX_SPLITS_IN_PLACE, PREFIX_STEP, _hopper_decode_kernel as kernel,
+    decode_config,
 )
 
-dtype, (R, D, S, group, has_norm) = sys.argv[1], map(int, sys.argv[2:])
+dtype, (R, D, S, group, has_norm, has_prefix) = sys.argv[1], map(int, sys.argv[2:])
 config = decode_config(R, 2, S, D)
 tile = [2 * S, D]
 layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
 types = {f"{x}_ptr": f"*{dtype}" for x in ("qkv", "k", "v", "out", "q_norm", "k_norm")}
 types |= {f"{x}_ptr": "*fp32" for x in ("partial", "stats", "cos", "sin")}
-types |= {f"{x}_ptr": "*i32" for x in ("table", "rows", "seq_lens", "counter")}
+types |= {f"{x}_ptr": "*i32" for x in ("table", "rows", "seq_lens", "prefix_lens", "counter")}
 types |= {f"{x}_stride": "i32" for x in ("block", "head", "table")}
 aligned = list(types)
-types |= {"num_splits": "i32", "min_rounds": "i32"}
+types |= {"num_splits": "i32", "num_prefix_splits": "i32", "min_rounds": "i32"}
 types |= {"kv_desc": f"tensordesc<{dtype}{tile},{layout!r}>", "scale_log2": "fp32", "eps": "fp32"}
 names = [p.name for p in kernel.params]
 source = GluonASTSource(
@@ -163,8 +164,9 @@ source = GluonASTSource(
     signature={name: types.get(name, "constexpr") for name in names},
     constexprs=dict(
         NUM_KV_HEADS=2, GROUP=group, D=D, S=S, NUM_BLOCKS=config.num_blocks,
-        NUM_STAGES=config.num_stages, MAX_SPLITS=MAX_SPLITS_IN_PLACE,
-        HAS_NORM=bool(has_norm), USE_PDL=True,
+        NUM_STAGES=config.num_stages, HAS_NORM=bool(has_norm), USE_PDL=True,
+        MAX_SPLITS=MAX_SPLITS_IN_PLACE + has_prefix * MAX_PREFIX_SPLITS,
+        HAS_PREFIX=bool(has_prefix), PREFIX_STEP=PREFIX_STEP,
     ),
     attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
 )
@@ -180,12 +182,13 @@ print(subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("dtype", "num_requests", "head_dim", "block_size", "group", "has_norm"),
+    ("dtype", "num_requests", "head_dim", "block_size", "group", "has_norm", "has_prefix"),
     [
-        ("bf16", 64, 128, 16, 6, 0),
-        pytest.param("bf16", 256, 128, 16, 2, 1, marks=pytest.mark.slow),
-        pytest.param("fp16", 16, 64, 32, 16, 1, marks=pytest.mark.slow),
-        pytest.param("bf16", 16, 128, 64, 9, 0, marks=pytest.mark.slow),
+        ("bf16", 64, 128, 16, 6, 0, 0),
+        pytest.param("bf16", 256, 128, 16, 6, 0, 1, marks=pytest.mark.slow),
+        pytest.param("bf16", 256, 128, 16, 2, 1, 0, marks=pytest.mark.slow),
+        pytest.param("fp16", 16, 64, 32, 16, 1, 1, marks=pytest.mark.slow),
+        pytest.param("bf16", 16, 128, 64, 9, 0, 0, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_for_hopper(
@@ -195,6 +198,7 @@ def test_compiles_for_hopper(
     block_size: int,
     group: int,
     has_norm: int,
+    has_prefix: int,
     tmp_path: Path,
 ) -> None:
     """It becomes code for sm_90 that spills no registers; four programs fit a multiprocessor where
@@ -202,7 +206,7 @@ def test_compiles_for_hopper(
     # In a process of its own: Triton's interpreter, which tests here run in, compiles nothing.
     environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    numbers = (num_requests, head_dim, block_size, group, has_norm)
+    numbers = (num_requests, head_dim, block_size, group, has_norm, has_prefix)
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, dtype, *map(str, numbers)],
         env=environment, cwd=tmp_path, capture_output=True, text=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,11 +174,17 @@ def fused(
     block_size: int = 16,
     is_long: bool = False,
     device: torch.device = DEVICE,
+    num_shared: int = 0,
+    outsiders: Sequence[int] = (),
 ) -> Fused:
+    """All begin with the same num_shared blocks, but for outsiders, which repeat the first one."""
     G, H = 2, 2 * group
     case = paged_case(
-        seq_lens, num_kv_heads=G, head_dim=head_dim, block_size=block_size, dtype=dtype
-    )
+        seq_lens, num_kv_heads=G, head_dim=head_dim, block_size=block_size, dtype=dtype,
+        num_shared=num_shared,
+    )  # fmt: skip
+    for r in outsiders:
+        case.block_table[r, :num_shared] = case.block_table[r, 0]
     it = on_device(case, H, device)
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(len(seq_lens), H + 2 * G, head_dim, generator=generator).to(dtype)
@@ -193,7 +199,7 @@ def fused(
         weights = torch.cat((q_norm.expand(H, -1), k_norm.expand(G, -1))).float()
         qk = qk * torch.rsqrt(qk.pow(2).mean(-1, keepdim=True) + 1e-6) * weights
         qk = qk.to(dtype).float()
-    positions = torch.tensor([max(length - 1, 0) for length in seq_lens], device=device)
+    positions = torch.from_numpy(np.maximum(case.seq_lens - 1, 0)).to(device)
     cos, sin = (x.cpu() for x in rope.gather(positions, torch.float32))
     rotated = apply_rope(qk, cos, sin).to(dtype)
     return Fused(

@@ -18,7 +18,7 @@ from tiny import greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.engine.device_batch import Shape
-from pico_vllm.kernels import paged_decode
+from pico_vllm.kernels import paged_decode, shared_prefix
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +116,38 @@ def test_cached_prefixes_change_no_token_in_fp32(subject: Subject) -> None:
                 assert num_cached == [len(prompt) - 1 for prompt in prompts]
             assert sum(num_cached) > 0
             tiny.assert_idle(llm)
+
+
+def test_a_prefix_attended_once_changes_no_token_in_fp32(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that share a long prefix, beside one that does not, give transformers' ids where it
+    is attended for all at once, as where it is not: with graphs and without, in a pool that holds
+    them all and in one in which some are preempted."""
+    (header,) = random_prompts([400], seed=7)
+    owns = random_prompts([1, 16, 17, 40, 3, 60], seed=8)
+    prompts = [*(header + own for own in owns), *random_prompts([50], seed=9)]
+    wanted = [subject.greedy(prompt, 24) for prompt in prompts]
+    shared: list[int] = []
+    decode = shared_prefix.shared_prefix_decode
+
+    def decode_shared(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+        shared.append(len(inputs[0]))
+        return decode(*inputs, **options)
+
+    monkeypatch.setattr(shared_prefix, "shared_prefix_decode", decode_shared)
+    cache = {"enable_prefix_caching": "on", "dtype": "float32"}
+    for shares, cuda_graph, num_blocks in (
+        (False, "lazy", 512), (True, "lazy", 512), (True, "off", 512), (True, "lazy", 40),
+    ):  # fmt: skip
+        monkeypatch.setattr(shared_prefix, "is_faster", lambda *_, shares=shares: shares)
+        settings = SETTINGS | cache | {"num_kv_blocks": num_blocks, "cuda_graph": cuda_graph}
+        shared.clear()
+        with LLM(subject.folder, **settings) as llm:
+            assert _answers(llm, prompts, 24) == wanted, (shares, cuda_graph, num_blocks)
+            assert _answers(llm, prompts[::-1], 24) == wanted[::-1]
+            tiny.assert_idle(llm)
+        assert bool(shared) == shares
 
 
 def test_bf16_logits_are_as_near_as_transformers_own(subject: Subject) -> None:

@@ -13,9 +13,10 @@ from tiny import greedy
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.cache import triton_kv
+from pico_vllm.engine import triton_runner
 from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
-from pico_vllm.kernels import small_linear
+from pico_vllm.kernels import paged_decode, shared_prefix, small_linear
 from pico_vllm.kernels.hopper_prefill import hopper_prefill_reference
 from pico_vllm.layers.linear import Linear
 from pico_vllm.layers.triton_linear import InvariantLinear
@@ -120,6 +121,7 @@ def test_batch_invariant_gives_the_same_answers(model: Path) -> None:
         wanted = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
     with LLM(str(model), **SETTINGS, batch_invariant=True) as llm:
         assert type(llm.engine._runner._model.head) is InvariantLinear
+        assert not llm.engine._runner._kv.can_share
         found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
     assert found == wanted
 
@@ -135,6 +137,36 @@ def test_a_cached_prompt(model: Path) -> None:
             output = llm.generate(prompt, greedy(1))[0]
             assert (output.outputs, output.num_cached_tokens) == (wanted, num_cached)
         llm.engine.check_invariants()
+
+
+def test_a_prefix_that_is_attended_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where requests that decode share cached blocks, and one beside them does not, those are
+    attended for all at once, with the tokens of plain operations: while one after the other ends,
+    and with blocks that are appended meanwhile."""
+    seen: list[list[int]] = []
+    decode = shared_prefix.shared_prefix_decode
+
+    def decode_shared(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(inputs[8].tolist())
+        return decode(*inputs, **options)
+
+    monkeypatch.setattr(shared_prefix, "shared_prefix_decode", decode_shared)
+    monkeypatch.setattr(shared_prefix, "is_faster", lambda num, *_: num > 1)
+    monkeypatch.setattr(triton_runner, "MIN_SHARING", 2)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(paged_decode, "num_splits", lambda *_, **__: 2)
+    common = list(range(7, 23))
+    prompts = [[5, 9, 200], [*common, 3], [*common, 50, 51, 52, 53, 54, 55], [*common, 9, 8]]
+    params = [greedy(3), greedy(2), greedy(3), greedy(3)]
+    more = {"max_num_seqs": 4, "num_kv_blocks": 20, "max_num_batched_tokens": 32}
+    with LLM(str(model), **PLAIN | more) as llm:
+        wanted = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+    with LLM(str(model), **SETTINGS | more | {"kernels": "attention"}) as llm:
+        llm.generate([*common, 1], greedy(1))
+        found = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+        llm.engine.check_invariants()
+    assert found == wanted
+    assert [0, 16, 16, 16] in seen and [0, 16, 16] in seen
 
 
 def test_fresh_prompts_beside_older_ones(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

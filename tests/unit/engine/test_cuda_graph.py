@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pico_vllm.engine.cuda_graph import CudaGraphs, decode_sizes
+from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.step import StepPlan
 
 
@@ -58,6 +60,18 @@ def test_shapes_at_start_are_those_that_decoding_needs(
     assert [shape.num_requests for shape in shapes] == sorted(
         (shape.num_requests for shape in shapes), reverse=True
     )
+
+
+def test_what_is_long_behind_a_shared_prefix() -> None:
+    """Shapes with a shared prefix are cut by what each request has behind it."""
+    made, plan = graphs(40, 4096), decode_plan(36, 2500)
+    lens = np.full(36, 2400, np.int32)
+    shape = made.shape_of(plan, SharedPrefix(lens, 36, 2400))
+    assert shape is not None and shape.is_shared and not shape.is_long
+    plain = made.shape_of(plan)
+    assert plain is not None and plain.is_long and not plain.is_shared
+    assert set(made.decode_shapes()) >= {plain}
+    assert {shape, replace(plain, is_shared=True)} <= set(made.shared_shapes())
 
 
 def test_a_batch_beyond_all_sizes_has_no_shape() -> None:

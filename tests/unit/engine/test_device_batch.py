@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
+from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.step import NewBlocks, NewRow, StepPlan
 
@@ -56,6 +57,28 @@ def test_a_prompt_and_its_state() -> None:
     assert not builder.block_table_WM[[0, 1, 3, 4]].any()
     assert (builder.sampling.seeds_W[2], builder.sampling.sample_indices_W[2]) == (-7, 3)
     assert builder.sampling.temperatures_W.tolist() == [0, 0, 0.5, 0, 0]
+
+
+def test_lengths_of_a_shared_prefix() -> None:
+    """They arrive with a shape that is of such, and with no other; padding has none."""
+    builder = _builder()
+    for turn in builder._turns:
+        turn.words[:] = 99  # as other steps may have left them
+    ones = np.ones(2, np.int32)
+    plan = StepPlan(
+        request_ids=("a", "b"), rows=np.array([2, 0], np.int32), context_lens=ones * 20,
+        query_lens=ones, is_sampled=ones.astype(np.bool_), num_decodes=2,
+    )  # fmt: skip
+    shape = Shape(4, 4, is_decode=True, is_shared=True)
+    shared = SharedPrefix(np.array([16, 16], np.int32), 2, 16)
+    for _ in range(TURNS):
+        feed = builder.stage(plan, shape, shared).feed
+        assert feed is not None and feed.prefix_lens is not None
+        assert feed.prefix_lens.tolist() == [16, 16, 0, 0]
+    feed = builder.stage_padding(shape).feed
+    assert feed is not None and feed.prefix_lens is not None and not feed.prefix_lens.any()
+    feed = builder.stage(plan, Shape(2, 2, is_decode=True)).feed
+    assert feed is not None and feed.prefix_lens is None
 
 
 def test_padding_leaves_what_a_step_still_sends() -> None:
