@@ -68,6 +68,7 @@ class Engine:
         self.vocab_size = vocab_size
         self._scheduler = scheduler
         self._runner = runner
+        self._num_pool_blocks = config.num_kv_blocks
         self.eos_token_ids = frozenset(eos_token_ids)
         self._request_numbers = itertools.count()
         self.host_clock = HostClock()
@@ -202,6 +203,18 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Requests that run go on with the blocks that they hold."""
         self._scheduler.reset_prefix_cache()
+
+    def restart(self, config: EngineConfig) -> None:
+        """Go on, idle as it is, with a new scheduler and an empty cache. config: the engine's, but
+        for how requests are scheduled and cached; with fewer blocks, the first ones of the pool are
+        used."""
+        assert not self.has_work(), "requests would be lost"
+        assert config.max_model_len is not None and config.num_kv_blocks is not None
+        assert config.num_kv_blocks <= (self._num_pool_blocks or 0), "more blocks than there are"
+        self._scheduler = Scheduler.from_config(config)
+        self._warm_up_stats = CacheStats()
+        self.config = config
+        self.max_model_len = config.max_model_len
 
     def has_work(self) -> bool:
         return (
