@@ -46,6 +46,7 @@ class Batch:
     prompt: Bounds
     out: Bounds
     repeats: int
+    """Pairs of on and off; even, so that each goes first as often."""
 
     @property
     def max_total_tokens(self) -> int:
@@ -109,25 +110,25 @@ _GROUPS = Groups(groups=20, requests=8, shared=144, suffix=(8, 16))
 _CHAT = Groups(groups=3, requests=3, shared=144, suffix=(8, 16), out=16)
 SIZES = {
     "gpu": Sizes(
-        zero_hit=Batch(batch=256, shared=0, prompt=(100, 1024), out=(100, 1024), repeats=5),
+        zero_hit=Batch(batch=256, shared=0, prompt=(100, 1024), out=(100, 1024), repeats=6),
         groups=_GROUPS,
         chat=_CHAT,
-        mixed=Batch(batch=256, shared=1024, prompt=(100, 1024), out=(100, 1024), repeats=3),
+        mixed=Batch(batch=256, shared=1024, prompt=(100, 1024), out=(100, 1024), repeats=4),
         turns=Turns(
             users=16, turns=8, prompt=(50, 200), out=(50, 200), in_flight=4, pool_part=0.25
         ),
         host_requests=400,
     ),
     "cpu": Sizes(
-        zero_hit=Batch(batch=8, shared=0, prompt=(32, 128), out=(16, 32), repeats=5),
+        zero_hit=Batch(batch=8, shared=0, prompt=(32, 128), out=(16, 32), repeats=6),
         groups=_GROUPS,
         chat=_CHAT,
-        mixed=Batch(batch=8, shared=1024, prompt=(32, 128), out=(16, 32), repeats=3),
+        mixed=Batch(batch=8, shared=1024, prompt=(32, 128), out=(16, 32), repeats=4),
         turns=Turns(users=16, turns=8, prompt=(8, 24), out=(8, 24), in_flight=4, pool_part=0.25),
         host_requests=400,
     ),
     "tiny": Sizes(
-        zero_hit=Batch(batch=4, shared=0, prompt=(8, 24), out=(4, 8), repeats=3),
+        zero_hit=Batch(batch=4, shared=0, prompt=(8, 24), out=(4, 8), repeats=2),
         groups=replace(_GROUPS, groups=3, requests=3),
         chat=replace(_CHAT, out=2),
         mixed=Batch(batch=4, shared=128, prompt=(8, 24), out=(4, 8), repeats=1),
@@ -205,13 +206,13 @@ class _Bench:
         self._engine.restart(config)
 
     def on_and_off(self, shape: Batch) -> Figures:
-        """Medians, and that of the ratios of each pair; who goes first changes."""
+        """Medians, and that of the ratios of each pair; who goes first changes. Lengths stay the
+        same: what is captured for a shape is there once the first pair has run."""
         speeds: dict[str, list[float]] = {"on": [], "off": []}
-        hit_rates, num_evicted = [], 0
+        hit_rates, num_evicted, source = [], 0, self._source
+        lengths = [source.draw(shape.prompt) for _ in range(shape.batch)]
+        counts = [source.draw(shape.out) for _ in range(shape.batch)]
         for repeat in range(shape.repeats + 1):
-            source = self._source
-            lengths = [source.draw(shape.prompt) for _ in range(shape.batch)]
-            counts = [source.draw(shape.out) for _ in range(shape.batch)]
             for caching in ("on", "off") if repeat % 2 else ("off", "on"):
                 self.restart(replace(self._config, enable_prefix_caching=caching))
                 shared = source.prompt(shape.shared)

@@ -49,7 +49,8 @@ def test_every_case(
     for line in (zero_hit, mixed):
         assert all(line[f"out_tok_s_{way}"] > 0 for way in ("on", "off"))
         assert line["on_over_off"] > 0
-    assert mixed["on_over_off"] == pytest.approx(
+    # Of a single pair the ratio is that of the medians.
+    assert mixed["repeats"] == 1 and mixed["on_over_off"] == pytest.approx(
         mixed["out_tok_s_on"] / mixed["out_tok_s_off"], rel=1e-3
     )
     assert turns["pool_blocks"] == int(0.4 * turns["working_set_blocks"])
