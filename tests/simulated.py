@@ -246,6 +246,8 @@ def simulated_engine(
     config = EngineConfig(
         model="simulated",
         max_model_len=num_blocks * block_size,
+        block_size=block_size,
+        num_kv_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         overlap="on" if overlap else "off",

@@ -91,9 +91,11 @@ def run_rates(
         )
         last_s, name = due[-1].arrival_s, f"{arrivals.rate_req_s:g}"
         on_start(f"[{name} requests/s: {num_requests} requests, the last due after {last_s:.1f} s]")
-        num_before = engine.num_preemptions
+        num_before, stats_before = engine.num_preemptions, engine.cache_stats()
         figures = summarize(run_load(engine, due), limits)
         num_preemptions = engine.num_preemptions - num_before
+        stats = engine.cache_stats().since(stats_before)
+        figures["hit_rate"] = stats.hit_rate
         # What the seed made of the rate; all at once is no rate.
         offered = {"offered_req_s": (num_requests - 1) / last_s if last_s else None}
         yield (
@@ -102,7 +104,8 @@ def run_rates(
                 k: round(v, 4) if isinstance(v, float) else v
                 for k, v in (offered | figures).items()
             }
-            | {"num_preemptions": num_preemptions}
+            | {"num_preemptions": num_preemptions, "num_hit_tokens": stats.num_hit_tokens}
+            | {"num_evicted_blocks": stats.num_evicted_blocks}
             | {"burstiness": arrivals.burstiness, "burst_size": arrivals.burst_size, "seed": seed}
             | {f"limit_{name}": getattr(limits, name) for name in limits.__dataclass_fields__}
         )

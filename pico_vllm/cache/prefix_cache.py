@@ -18,11 +18,52 @@ writing them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.eviction import EVICTION_POLICIES
 from pico_vllm.cache.radix_tree import TOKEN_BYTES, Match, Node, RadixTree, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """What the cache did so far, and what it is now. All zero without a cache."""
+
+    num_queries: int = 0
+    """Requests that entered; who comes back after a preemption is not counted again."""
+    num_hits: int = 0
+    """Those of them that found any of their tokens."""
+    num_query_tokens: int = 0
+    """What those requests came with."""
+    num_hit_tokens: int = 0
+    """What they found of it, to be copied included."""
+    num_copies: int = 0
+    """Blocks copied on write."""
+    num_evicted_blocks: int = 0
+    num_blocks: int = 0
+    """Of the pool: this and what follows is now, not so far."""
+    num_held_blocks: int = 0
+    """By running requests."""
+    num_cached_blocks: int = 0
+    """By the tree, whether or not requests hold them as well."""
+    num_nodes: int = 0
+    """Of the tree, each with an edge of at least one block."""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Part of the tokens that was found; None where nobody asked."""
+        return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else None
+
+    def since(self, before: CacheStats) -> CacheStats:
+        """What was counted after `before`; what is now stays."""
+        counted = {name: getattr(self, name) - getattr(before, name) for name in _COUNTED}
+        return replace(self, **counted)
+
+
+_COUNTED = (
+    "num_queries", "num_hits", "num_query_tokens", "num_hit_tokens", "num_copies",
+    "num_evicted_blocks",
+)  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +101,24 @@ class PrefixCache:
         self._policy = EVICTION_POLICIES[eviction_policy]
         self._max_evictable = int(max_cached_fraction * blocks.num_device_blocks)
         self._tree = RadixTree(block_size, self._policy)
+        # As CacheStats has them.
+        self.num_queries = self.num_hits = 0
+        self.num_query_tokens = self.num_hit_tokens = 0
+        self.num_copies = self.num_evicted_blocks = 0
+
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            num_queries=self.num_queries,
+            num_hits=self.num_hits,
+            num_query_tokens=self.num_query_tokens,
+            num_hit_tokens=self.num_hit_tokens,
+            num_copies=self.num_copies,
+            num_evicted_blocks=self.num_evicted_blocks,
+            num_blocks=self._blocks.num_device_blocks,
+            num_held_blocks=self._blocks.num_device_blocks - self.num_available_blocks,
+            num_cached_blocks=self._tree.num_blocks,
+            num_nodes=self._tree.num_nodes,
+        )
 
     @property
     def num_available_blocks(self) -> int:
@@ -91,6 +150,13 @@ class PrefixCache:
         match = self._tree.match(tokens, max_tokens, salt)
         return match if match.num_copied >= self._cow_min_tokens else match.without_copy()
 
+    def count(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """A request enters for the first time, and so much of it was there."""
+        self.num_queries += 1
+        self.num_hits += num_cached_tokens > 0
+        self.num_query_tokens += num_tokens
+        self.num_hit_tokens += num_cached_tokens
+
     def acquire(self, match: Match, salt: str, priority: int) -> Lease:
         """Let a request hold the blocks of a match, and keep the source for it."""
         node = self._tree.lock(match, salt, priority)
@@ -102,6 +168,12 @@ class PrefixCache:
             lease.source, lease.source_block = match.source, match.source_block
             lease.num_copied = match.num_copied
         return lease
+
+    def take_source(self, lease: Lease) -> int:
+        """The block to copy from, for a plan that has the copy: others may have it evicted now."""
+        self.num_copies += 1
+        self.drop_source(lease)
+        return lease.source_block
 
     def drop_source(self, lease: Lease) -> None:
         """The copy is in a plan, or will not be made."""
@@ -173,6 +245,7 @@ class PrefixCache:
         assert len(gone) == count and all(self._blocks.ref_count(i) == 1 for i in gone), (
             f"evicted {gone} for {count}, some of which may be held by others"
         )
+        self.num_evicted_blocks += count
         return gone
 
     def block_ids(self) -> set[int]:

@@ -135,6 +135,8 @@ class RadixTree:
         self._num_evictable_leaves = 0
         self.num_blocks = 0
         self.num_evictable_blocks = 0
+        self.num_nodes = 0
+        """Roots, which have no edge, are not counted."""
         self.version = first_version
         """Goes up whenever a match may have become another."""
 
@@ -320,6 +322,7 @@ class RadixTree:
         if parent.entry:
             self._leave_line(parent)
         self._hang(parent, node)
+        self.num_nodes += 1
         self.num_blocks += len(block_ids)
         self.num_evictable_blocks += len(block_ids)
         self.version += 1
@@ -343,6 +346,7 @@ class RadixTree:
         node.parent, node.tokens = upper, node.tokens[size:]
         node.block_ids = node.block_ids[num_blocks:]
         self._hang(upper, node)
+        self.num_nodes += 1
         self.version += 1
         return upper
 
@@ -355,6 +359,7 @@ class RadixTree:
         del parent.children[key]
         del parent.keys[bisect_left(parent.keys, key)]
         node.parent = None
+        self.num_nodes -= 1
         if not parent.children and parent.lock_ref == 0:
             self._become_leaf(parent)
 
@@ -379,7 +384,7 @@ class RadixTree:
 
     def check_invariants(self) -> None:
         size = self._block_bytes
-        num_blocks = num_evictable = 0
+        num_blocks = num_evictable = num_nodes = 0
         leaves = set()
         for node in self.nodes():
             assert node.lock_ref >= sum(child.lock_ref for child in node.children.values())
@@ -392,6 +397,7 @@ class RadixTree:
             for key, child in node.children.items():
                 assert child.parent is node and child.tokens[:size] == key
             num_blocks += len(node.block_ids)
+            num_nodes += node.parent is not None
             if node.lock_ref == 0:
                 num_evictable += len(node.block_ids)
                 if not node.children:
@@ -403,6 +409,7 @@ class RadixTree:
         assert all(place == self._policy(node) for place, _, node in entries)
         assert self._num_evictable_leaves == len(leaves)
         assert (self.num_blocks, self.num_evictable_blocks) == (num_blocks, num_evictable)
+        assert self.num_nodes == num_nodes
 
 
 _NOWHERE = Node(None, b"", [], 0)

@@ -12,6 +12,7 @@ from pico_vllm.bench.clock import StartupClock
 from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile
 from pico_vllm.cli.load import bench_interference, bench_load
 from pico_vllm.cli.options import field_option, integers, names, takes_config
+from pico_vllm.cli.prefix import bench_prefix
 from pico_vllm.cli.terminal import load_llm, note
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.errors import ConfigError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure this machine with this engine.", no_args_is_help=True)
 app.command("load")(bench_load)
 app.command("interference")(bench_interference)
+app.command("prefix")(bench_prefix)
 
 PEERS = ("transformers", "llama-cpp")
 ENGINE_COLUMNS = (

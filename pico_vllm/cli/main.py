@@ -15,6 +15,7 @@ import typer
 
 from pico_vllm import __version__
 from pico_vllm.cli import bench
+from pico_vllm.cli.cache import cache
 from pico_vllm.cli.chat import chat
 from pico_vllm.cli.generate import generate
 from pico_vllm.cli.info import info
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, info, pull, models, profile):
+for command in (generate, chat, info, pull, models, cache, profile):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

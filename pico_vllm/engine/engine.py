@@ -19,6 +19,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from pico_vllm.cache.prefix_cache import CacheStats
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.hf_keys import show
 from pico_vllm.engine.host_clock import HostClock
@@ -67,9 +68,12 @@ class Engine:
         self.vocab_size = vocab_size
         self._scheduler = scheduler
         self._runner = runner
+        self._num_pool_blocks = config.num_kv_blocks
         self.eos_token_ids = frozenset(eos_token_ids)
         self._request_numbers = itertools.count()
         self.host_clock = HostClock()
+        self._warm_up_stats = CacheStats()
+        """What warming up added to the scheduler's."""
         self._in_flight: tuple[StepPlan, PendingResult] | None = None
         self._undelivered: StepEvents | None = None
         """Of a step that an interrupt ended: the next step tells whose requests were lost."""
@@ -192,9 +196,25 @@ class Engine:
         """Times that a request gave its blocks back, since the engine began."""
         return self._scheduler.num_preemptions
 
+    def cache_stats(self) -> CacheStats:
+        """What the prefix cache did since the engine began, and what it is now."""
+        return self._scheduler.cache_stats().since(self._warm_up_stats)
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Requests that run go on with the blocks that they hold."""
         self._scheduler.reset_prefix_cache()
+
+    def restart(self, config: EngineConfig) -> None:
+        """Go on, idle as it is, with a new scheduler and an empty cache. config: the engine's, but
+        for how requests are scheduled and cached; with fewer blocks, the first ones of the pool are
+        used."""
+        assert not self.has_work(), "requests would be lost"
+        assert config.max_model_len is not None and config.num_kv_blocks is not None
+        assert config.num_kv_blocks <= (self._num_pool_blocks or 0), "more blocks than there are"
+        self._scheduler = Scheduler.from_config(config)
+        self._warm_up_stats = CacheStats()
+        self.config = config
+        self.max_model_len = config.max_model_len
 
     def has_work(self) -> bool:
         return (
@@ -274,6 +294,7 @@ class Engine:
                     )
             self._request_numbers = itertools.count()
             self.reset_prefix_cache()
+            self._warm_up_stats = self._scheduler.cache_stats()
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()

@@ -10,10 +10,8 @@ from functools import partial
 
 import torch
 
-from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.contiguous import ContiguousKV, NoKV
 from pico_vllm.cache.kv_pool import PagedKV
-from pico_vllm.cache.prefix_cache import PrefixCache
 from pico_vllm.config import hardware
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
@@ -387,29 +385,8 @@ def build_engine(
     device: torch.device,
     on_progress: OnProgress = _tell_nobody,
 ) -> Engine:
-    assert config.max_model_len is not None and config.num_kv_blocks is not None
-    assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
     vocab_size = model_config.vocab_size if tokenizer is None else tokenizer.vocab_size
-    blocks = BlockManager(config.num_kv_blocks)
-    prefix_cache = None
-    if config.enable_prefix_caching == "on":
-        prefix_cache = PrefixCache(
-            blocks,
-            block_size=config.block_size,
-            cow_min_tokens=config.cow_min_tokens,
-            eviction_policy=config.eviction_policy,
-            max_cached_fraction=config.max_cached_fraction,
-        )
-    scheduler = Scheduler(
-        blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        keeps_kv=config.kv != "none",
-        policy=config.scheduling_policy,
-        max_prompt_tokens=config.long_prefill_token_threshold,
-        prefix_cache=prefix_cache,
-    )
     if config.uses_triton:
         on_device = triton_loading.build_runner(
             model, model_config, config, device, vocab_size=vocab_size
@@ -422,7 +399,7 @@ def build_engine(
         runner = _plain_runner(model, model_config, config, sampler, device)
     return Engine(
         config,
-        scheduler,
+        Scheduler.from_config(config),
         runner,
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids(model_config, tokenizer),

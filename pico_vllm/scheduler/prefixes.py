@@ -108,7 +108,10 @@ class Prefixes:
         running = self._running[request.request_id] = _Running(lease, tokens)
         request.block_ids = list(match.block_ids)
         self._lead(request.request_id, running)
-        return self.num_cached_tokens(match)
+        num_cached = self.num_cached_tokens(match)
+        if request.num_cached_tokens is None:
+            self.cache.count(request.num_tokens, num_cached)
+        return num_cached
 
     def take_copy(self, request: Request) -> tuple[int, int] | None:
         """The block to copy from, which may go now, and the request's own that it is copied to: the
@@ -116,8 +119,7 @@ class Prefixes:
         lease = self._running[request.request_id].lease
         if lease.source is None:
             return None
-        self.cache.drop_source(lease)
-        return lease.source_block, request.block_ids[lease.num_blocks]
+        return self.cache.take_source(lease), request.block_ids[lease.num_blocks]
 
     def drop_source(self, request: Request) -> None:
         self.cache.drop_source(self._running[request.request_id].lease)

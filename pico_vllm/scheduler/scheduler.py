@@ -48,8 +48,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pico_vllm.cache.block_manager import BlockManager
-from pico_vllm.cache.prefix_cache import PrefixCache
+from pico_vllm.cache.prefix_cache import CacheStats, PrefixCache
 from pico_vllm.cache.radix_tree import Match
+from pico_vllm.config.engine import EngineConfig
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.scheduler.policy import MAX_RANKED, POLICIES, PREEMPTING, RANKED_BY_PREFIX
@@ -128,6 +129,33 @@ class Scheduler:
         self._all_true = self._ones.astype(np.bool_)
         self._all_true.flags.writeable = False
 
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Scheduler:
+        """With a pool and, where that is on, a prefix cache of its own. config: resolved, but for
+        what only models and devices need."""
+        assert config.num_kv_blocks is not None and config.max_num_seqs is not None
+        assert config.max_num_batched_tokens is not None
+        blocks = BlockManager(config.num_kv_blocks)
+        prefix_cache = None
+        if config.enable_prefix_caching == "on":
+            prefix_cache = PrefixCache(
+                blocks,
+                block_size=config.block_size,
+                cow_min_tokens=config.cow_min_tokens,
+                eviction_policy=config.eviction_policy,
+                max_cached_fraction=config.max_cached_fraction,
+            )
+        return cls(
+            blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            keeps_kv=config.kv != "none",
+            policy=config.scheduling_policy,
+            max_prompt_tokens=config.long_prefill_token_threshold,
+            prefix_cache=prefix_cache,
+        )
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
@@ -162,6 +190,19 @@ class Scheduler:
             if self._rows.is_entering[request.row]:
                 self._drop_source(request)
         self._prefixes.reset()
+
+    def cache_stats(self) -> CacheStats:
+        return CacheStats() if self._prefixes is None else self._prefixes.cache.stats()
+
+    @property
+    def num_held_blocks(self) -> int:
+        """By running requests: neither free nor cached for nobody."""
+        return self._blocks.num_device_blocks - self._num_available_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """By the prefix cache, whether or not requests hold them as well."""
+        return 0 if self._prefixes is None else self._prefixes.cache.num_cached_blocks
 
     def schedule(self) -> StepPlan | None:
         """What to run next, or None when there is nothing to do before a launched step is

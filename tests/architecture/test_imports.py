@@ -18,6 +18,8 @@ HOST_ONLY = [
     "pico_vllm.scheduler.scheduler",
     "pico_vllm.cache.block_manager",
     "pico_vllm.cache.prefix_cache",
+    "pico_vllm.bench.prompt_trace",
+    "pico_vllm.bench.replay",
     "pico_vllm.tokenizer.tokenizer",
     "pico_vllm.tokenizer.detokenizer",
     "pico_vllm.request",

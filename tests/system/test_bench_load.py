@@ -121,6 +121,7 @@ def test_load_lines(tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
             found = [line[f"{key}_ms_{of}"] for of in ("p50", "p90", "p99")]
             assert 0 < found[0] <= found[1] <= found[2], key
         assert line["ttft_ms_p50"] <= line["e2e_ms_p50"] <= line["duration_s"] * 1e3
+        assert 0 <= line["hit_rate"] < 0.5 and line["num_evicted_blocks"] >= 0
         assert line["commit"] == "abc123" and line["config_cpu_graph"] == "off"
         assert line["lengths"] == str(path) and line["prompt_tokens"] is None
         assert not any(isinstance(value, (dict, list)) for value in line.values())

@@ -274,6 +274,7 @@ def test_what_the_pool_lacks_is_evicted_and_no_more() -> None:
     assert kept.num_blocks == 2 and cache.num_available_blocks == 4
     assert cache.allocate(5) is None and blocks.num_free_device_blocks == 2
     assert len(cache.allocate(3) or []) == 3
+    assert cache.num_evicted_blocks == 1
     assert (blocks.num_free_device_blocks, cache.num_cached_blocks) == (0, 3)
     assert cache.match(as_tokens(ids), 8, "").block_ids == own[:3]
     cache.check_invariants()
@@ -290,4 +291,5 @@ def test_max_cached_fraction() -> None:
     assert cache.num_cached_blocks == 8
     cache.release(lease, own)
     assert (cache.num_cached_blocks, blocks.num_free_device_blocks) == (4, 4)
+    assert cache.num_evicted_blocks == 4
     assert cache.match(as_tokens(ids), 8, "").block_ids == own[:4]

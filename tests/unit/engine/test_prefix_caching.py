@@ -4,6 +4,7 @@ block of other tokens, a stale one or one that is not computed yet would change 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from simulated import VOCAB, Clients, simulated_engine
 from test_preemption import force_preemption
 
+from pico_vllm.cache.prefix_cache import CacheStats
 from pico_vllm.request import FinishReason, Request
 from pico_vllm.step import BAD_LOGITS, StepPlan, StepResult
 
@@ -323,6 +325,33 @@ def test_reset_at_any_step(overlap: bool) -> None:
         clients.engine.reset_prefix_cache()
         assert ask(clients, ids(40)).num_cached_tokens == 0
         clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_restarted_engine(overlap: bool) -> None:
+    """Without a cache, in half the pool, and as it was: answers stay what they are, nothing that
+    was cached before is found, and counting begins anew."""
+    clients = clients_of(overlap=overlap)
+    engine, whole = clients.engine, clients.engine.config
+    whole = replace(whole, enable_prefix_caching="on", cow_min_tokens=1)
+    half = replace(whole, num_kv_blocks=4, max_model_len=64)
+    for config in (replace(whole, enable_prefix_caching="off"), half, whole):
+        assert ask(clients, ids(40)).num_cached_tokens == 0
+        ask(clients, ids(20, 1))
+        engine.restart(config)
+        assert engine.config == config and engine.max_model_len == config.max_model_len
+        num_blocks = 0 if config.enable_prefix_caching == "off" else config.num_kv_blocks
+        assert engine.cache_stats() == CacheStats(num_blocks=num_blocks)
+        assert engine._scheduler._blocks.num_device_blocks == config.num_kv_blocks
+    assert ask(clients, ids(40)).num_cached_tokens == 0
+    assert ask(clients, ids(40)).num_cached_tokens == 39
+    clients.check()
+    clients.ask(ids(40), 2)
+    with pytest.raises(AssertionError, match="requests would be lost"):
+        engine.restart(whole)
+    clients.run()
+    with pytest.raises(AssertionError, match="more blocks than there are"):
+        engine.restart(replace(whole, num_kv_blocks=9))
 
 
 def test_a_source_is_not_given_away_before_it_is_copied() -> None:

@@ -1,0 +1,67 @@
+"""pico-vllm bench prefix: what the prefix cache costs and saves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile
+from pico_vllm.cli.options import names, takes_config
+from pico_vllm.cli.terminal import load_llm
+from pico_vllm.config.engine import EngineConfig
+from pico_vllm.errors import ConfigError
+
+COLUMNS = (
+    "id", "hit_rate", "out_tok_s_on", "out_tok_s_off", "on_over_off", "cold_ms", "warm_ms",
+    "warm_minus_cold_ms", "ttft_ms_p50", "ttft_ms_p99", "cache_us", "scheduler_off_us",
+    "scheduler_on_us",
+)  # fmt: skip
+HOST_COST = "host-cost"
+
+
+@takes_config
+def bench_prefix(
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure these cases only, with commas between: zero-hit, groups, chat, mixed, "
+            "turns, host-cost."
+        ),
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="gpu, cpu or tiny; auto goes by the device.")] = "auto",
+    is_json: IsJson = False,
+    record: RecordFile = None,
+    commit: Commit = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Time what the prefix cache costs who shares nothing and saves who does, on and off in
+    turn."""
+    if engine.enable_prefix_caching == "off" or engine.kv != "paged":
+        raise ConfigError(
+            "bench prefix measures the prefix cache, on and off; leave --prefix-cache and --kv out",
+            param="enable_prefix_caching",
+        )
+    from pico_vllm.bench.prefix import CASES, SIZES, check_cases, run_host_cost, run_prefix
+    from pico_vllm.bench.record import environment, machine
+    from pico_vllm.engine.loading import settle_device
+
+    cases = names("only", only, CASES)
+    device = settle_device(engine.device)
+    if sizes == "auto":
+        sizes = "cpu" if device.type == "cpu" else "gpu"
+    (sizes,) = names("sizes", sizes, tuple(SIZES))[:1]
+    chosen, on_engine = SIZES[sizes], [case for case in cases if case != HOST_COST]
+    check_cases(on_engine, chosen, engine.max_model_len)
+    lines = Lines(COLUMNS, is_json=is_json, record=record)
+    if HOST_COST in cases:
+        for line in run_host_cost(chosen):
+            lines.add(line | {"sizes": sizes} | machine(str(device), commit=commit))
+    if on_engine:
+        with load_llm(engine) as llm:
+            check_cases(on_engine, chosen, llm.config.max_model_len)
+            for line, config in run_prefix(llm, on_engine, chosen, seed=engine.seed):
+                head = {"id": line["id"], "model": engine.model}
+                lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
+    lines.show()
