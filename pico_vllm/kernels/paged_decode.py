@@ -39,7 +39,7 @@ MAX_SPLITS = 128
 MAX_PREFIX_SPLITS = 16
 PREFIX_STEP = 64
 """Tokens. Splits of a shared prefix begin at multiples of it."""
-MAX_PREFIX_ROWS = 128
+MAX_PREFIX_ROWS = 64
 """Query rows of a tile of a shared prefix's kernel; one request's, where it has more."""
 MOST_PROGRAMS = 6 * NUM_MULTIPROCESSORS
 """That one (request, KV head) after the other is cut into, where there are not as many pairs."""
