@@ -232,11 +232,13 @@ class Engine:
             if not self.has_work():
                 self.host_clock.idle()
         except Exception:
+            self._wait_for_transfers()
             events = self._scheduler.fail(plan)
             logger.exception("step_failed num_requests=%d", len(events.request_ids))
             self._wait_for_step_in_flight()
             return events
         except BaseException:
+            self._wait_for_transfers()
             self._undelivered = self._scheduler.fail(plan)
             raise
         if FinishReason.ERROR in events.finish_reasons:
@@ -245,6 +247,12 @@ class Engine:
                 events.finish_reasons.count(FinishReason.ERROR),
             )
         return events
+
+    def _wait_for_transfers(self) -> None:
+        """Before blocks of copies that may be under way are given to others."""
+        if self.config.has_lower_tiers:
+            with suppress(Exception):  # a device that failed copies nothing more
+                self._runner.wait_for_transfers()
 
     def _wait_for_step_in_flight(self) -> None:
         """Launches that failed have taken their turns of pinned memory too: the step before them
@@ -257,6 +265,7 @@ class Engine:
         """Stop: what is under way ends, and nobody is told. The engine is not used again."""
         self._in_flight = None
         self._runner.close()
+        self._scheduler.close()
 
     def warm_up(self, num_tokens: int) -> None:
         """Decode one request of that many tokens before anybody waits, so that what is made on
@@ -273,7 +282,7 @@ class Engine:
                         param="model",
                     )
             self._request_numbers = itertools.count()
-            self.reset_prefix_cache()
+            self._scheduler.reset_prefix_cache(with_tiers=False)
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()

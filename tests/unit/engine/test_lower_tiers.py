@@ -1,0 +1,204 @@
+"""Tiers below the device through the real engine and scheduler, over a simulated model whose cells
+hold hashes: a block that was stored too late, loaded from a slot given to others or read before it
+is there gives a wrong token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated import VOCAB, Clients, simulated_engine
+from test_preemption import force_preemption
+
+from pico_vllm.cache.tiers.lower import LowerTiers
+from pico_vllm.request import FinishReason, Request
+
+SMALL: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "max_num_seqs": 4, "budget": 64}
+
+
+def clients_of(num_host_blocks: int = 40, **others: Any) -> Clients:
+    tiers = {"num_host_blocks": num_host_blocks} | others.pop("tiers", {})
+    settings = {"overlap": False, "cache": {"cow_min_tokens": 1}, "tiers": tiers}
+    return Clients(simulated_engine(**(settings | SMALL | others)))
+
+
+def tiers_of(clients: Clients) -> LowerTiers:
+    found = clients.engine._scheduler._prefixes.cache.tiers
+    assert isinstance(found, LowerTiers)
+    return found
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    found: list[int] = np.random.default_rng([9, seed]).integers(0, VOCAB, length).tolist()
+    return found
+
+
+def ask(clients: Clients, prompt: list[int], max_tokens: int = 4, **others: Any) -> Request:
+    """Alone, to its end."""
+    request = clients.ask(prompt, max_tokens, **others)
+    clients.run()
+    return request
+
+
+def crowd_out(clients: Clients) -> None:
+    for seed in (101, 102, 103):
+        ask(clients, ids(100, seed))
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_evicted_blocks_come_up_again(overlap: bool, delay: int) -> None:
+    """A prompt whose blocks others have taken is found in host memory, and its answer is the
+    same."""
+    clients = clients_of(overlap=overlap, max_load_delay=delay)
+    first = ask(clients, ids(60))
+    crowd_out(clients)
+    second = ask(clients, ids(60))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    counters = tiers_of(clients).counters
+    assert (counters.num_host_hit_tokens, counters.num_loaded_blocks) == (48, 3)
+    assert clients.answers[first.request_id][0] is not None
+    clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_others_run_while_a_prefix_comes_up(overlap: bool) -> None:
+    """A request whose prefix is loaded holds up nobody; whoever wants the same waits with it, and
+    it is loaded once."""
+    clients = clients_of(overlap=overlap, num_blocks=12, budget=100)
+    ask(clients, ids(60))
+    crowd_out(clients)
+    clients.engine._runner.load_delay = lambda: 4
+    late = [clients.ask(ids(60), 4), clients.ask(ids(60), 5)]
+    other = clients.ask(ids(10, 1), 2)
+    while other.request_id not in clients.ended:
+        clients.step()
+        if other.request_id not in clients.ended:
+            assert [each.num_cached_tokens for each in late] == [None, None]
+    clients.run()
+    assert [each.num_cached_tokens for each in late] == [48, 48]
+    assert tiers_of(clients).counters.num_loaded_blocks == 3
+    clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_disk_and_a_restart(tmp_path: Path, overlap: bool) -> None:
+    """What host memory has no room for is found on disk, by the next engine too; a salt has its
+    own."""
+    settings = {"disk": str(tmp_path), "num_records": 64}
+    clients = clients_of(4, overlap=overlap, tiers=settings)
+    ask(clients, ids(60))
+    crowd_out(clients)
+    assert ask(clients, ids(60)).num_cached_tokens == 48
+    assert tiers_of(clients).counters.num_disk_hit_tokens > 0
+    crowd_out(clients)
+    clients.check()
+    clients.engine.close()
+    tiers_of(clients).close()
+    again = clients_of(4, overlap=overlap, tiers=settings)
+    assert ask(again, ids(60)).num_cached_tokens == 48
+    assert ask(again, ids(60), cache_salt="a").num_cached_tokens == 0
+    assert tiers_of(again).counters.num_disk_hit_tokens == 48
+    again.check()
+
+
+def test_a_small_hit_is_computed() -> None:
+    """What takes longer to load than to compute is not loaded."""
+    for least, wanted in ((48, 48), (49, 0), (None, 0)):
+        clients = clients_of(tiers={"min_host_tokens": least})
+        ask(clients, ids(60))
+        crowd_out(clients)
+        assert ask(clients, ids(60)).num_cached_tokens == wanted
+        clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("end", ["abort", "fail", "reset"])
+def test_a_load_that_nobody_waits_for(end: str, overlap: bool) -> None:
+    """After an abort the load ends by itself; after a failure or a reset nothing of it is found,
+    and those who waited compute."""
+    clients = clients_of(overlap=overlap, num_blocks=12, budget=100)
+    ask(clients, ids(60))
+    crowd_out(clients)
+    runner = clients.engine._runner
+    runner.load_delay = lambda: 5
+    other = clients.ask(ids(10, 1), 30)
+    for _ in range(3):
+        clients.step()
+    request = clients.ask(ids(60), 4)
+    clients.step()
+    clients.step()
+    cache = clients.engine._scheduler._prefixes.cache
+    assert cache.num_loading_blocks == 3 and request.row == -1
+    if end == "abort":
+        clients.abort(request.request_id)
+    elif end == "reset":
+        clients.engine.reset_prefix_cache()
+        assert len(tiers_of(clients).host) == 0
+    else:
+        runner.on_run = lambda plan: 1 / 0
+        clients.step()
+        runner.on_run = lambda plan: None
+        assert clients.ended[other.request_id] is FinishReason.ERROR
+        assert cache.num_loading_blocks == 0
+    clients.run()
+    assert cache.num_loading_blocks == 0
+    if end == "reset":
+        assert request.num_cached_tokens == 0
+    ask(clients, ids(60))
+    clients.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_conversations_under_pressure(tmp_path: Path, overlap: bool, seed: int) -> None:
+    """Turns of conversations with common headers in a pool that holds a part of them, host memory
+    that holds some more, a small disk, slow loads, aborts, preemptions, failures and resets:
+    nobody's answer changes."""
+    random = np.random.default_rng([seed, overlap])
+    block_size = int(random.choice([1, 4, 16]))
+    num_host_blocks = int(random.choice([1, 60 // block_size + 1, 400 // block_size]))
+    disk = {"disk": str(tmp_path), "num_records": 400 // block_size, "is_threaded": seed == 5}
+    clients = clients_of(
+        num_host_blocks,
+        overlap=overlap,
+        num_blocks=160 // block_size,
+        block_size=block_size,
+        max_load_delay=int(random.integers(0, 5)),
+        policy=str(random.choice(["fcfs", "priority", "longest-prefix-match"])),
+        cache={"cow_min_tokens": int(random.integers(1, 9))},
+        tiers=disk if seed % 2 else {},
+    )
+    headers = [ids(11, 1), ids(37, 2)]
+    talks: list[list[int]] = [list(headers[number % 2]) for number in range(8)]
+    for _ in range(4):
+        asked = []
+        for talk in talks:
+            talk += random.integers(0, VOCAB, int(random.integers(1, 12))).tolist()
+            asked.append(
+                clients.ask(talk, int(random.integers(1, 12)), priority=int(random.integers(0, 3)))
+            )
+        while clients.engine.has_work():
+            clients.step()
+            running = list(clients.engine._scheduler._running.values())
+            event = random.integers(0, 40)
+            if event == 0 and running:
+                force_preemption(clients, running[-1])
+            elif event == 1 and running:
+                clients.abort(running[0].request_id)
+            elif event == 2:
+                clients.engine.reset_prefix_cache()
+            elif event == 3:
+                runner = clients.engine._runner
+                runner.on_run = lambda plan: 1 / 0
+                clients.step()
+                runner.on_run = lambda plan: None
+        for talk, request in zip(talks, asked, strict=True):
+            talk += request.output_token_ids
+            del talk[100:]
+    clients.check()
+    counters = tiers_of(clients).counters
+    assert counters.num_stored_blocks > 0
+    tiers_of(clients).close()
