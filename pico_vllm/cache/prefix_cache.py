@@ -243,6 +243,17 @@ class PrefixCache:
             self._end_load(each, is_filled=False)
         return dropped
 
+    def put_below(self, timeout_s: float) -> bool:
+        """Evict cached blocks so that the next plan stores them, as many as are then written to
+        disk for sure. False when there is no more to do."""
+        if self.tiers is None:
+            return False
+        num_evictable = self._tree.num_evictable_blocks
+        count = min(num_evictable, self.tiers.room_to_save(timeout_s) if num_evictable else 0)
+        if count:
+            self._blocks.free(self._evict(count))
+        return count > 0
+
     def _end_load(self, loading: LoadingBlocks, *, is_filled: bool) -> None:
         self._loading.remove(loading)
         tokens = loading.tokens if is_filled else b""

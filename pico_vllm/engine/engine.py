@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
+
+SAVING_TIME_S = 5.0
+"""For prefixes that are not on disk yet when an engine ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +268,23 @@ class Engine:
     def close(self) -> None:
         """Stop: what is under way ends, and nobody is told. The engine is not used again."""
         self._in_flight = None
+        if self.config.kv_disk_path is not None:
+            self._save_prefixes()
         self._runner.close()
         self._scheduler.close()
+
+    def _save_prefixes(self) -> None:
+        """Let the next engine find on disk what the pool alone has, as much as SAVING_TIME_S
+        allow."""
+        until = time.monotonic() + SAVING_TIME_S
+        try:
+            while (left_s := until - time.monotonic()) > 0:
+                plan = self._scheduler.plan_to_save(left_s)
+                if plan is None:
+                    return
+                self._scheduler.commit(plan, self._runner.launch(plan).result())
+        except Exception:
+            logger.exception("kv_save_failed")
 
     def warm_up(self, num_tokens: int) -> None:
         """Decode one request of that many tokens before anybody waits, so that what is made on

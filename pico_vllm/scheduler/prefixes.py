@@ -122,7 +122,9 @@ class Prefixes:
         """Let a request that waits, and for which there is room, wait for what tiers below the
         device have after its match, if that pays."""
         cache, tiers, params = self.cache, self.cache.tiers, request.params
-        if tiers is None or params.prompt_logprobs is not None or request.num_waits >= MAX_WAITS:
+        if tiers is None or tiers.is_empty or request.num_waits >= MAX_WAITS:
+            return False
+        if params.prompt_logprobs is not None:
             return False
         tokens, salt = self._match(request)[0], params.cache_salt or ""
         keys = self._chain(request, tokens)

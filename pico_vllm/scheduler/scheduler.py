@@ -145,6 +145,14 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    def plan_to_save(self, timeout_s: float) -> StepPlan | None:
+        """A plan that stores some cached blocks below the device, to be written to disk. None when
+        there are no more, no disk, or it takes longer."""
+        if self._prefixes is None or not self._prefixes.cache.put_below(timeout_s):
+            return None
+        nobody = np.zeros(0, np.int32)
+        return self._make_plan(nobody, nobody, nobody, None)
+
     def close(self) -> None:
         """Let the tiers below the device end what they are at."""
         if self._prefixes is not None and self._prefixes.cache.tiers is not None:

@@ -53,6 +53,10 @@ def test_all_tiers_give_the_same_ids(tiny_model: TinyModel, tmp_path: Path, over
     assert tiers.counters.num_written_blocks > 10
     with LLM(folder, **on_disk, overlap=overlap, kv_disk_gb=0.01) as llm:
         tiers = tiers_of(llm)
+        (last,) = llm.generate(prompts[-1], params[-1])
+        assert last.outputs[0].token_ids == wanted[-1]
+        # Also what the pool had when the first engine ended.
+        assert last.num_cached_tokens == (len(prompts[-1]) - 1) // 16 * 16
         assert answers(llm) == wanted
         assert tiers.counters.num_read_blocks > 3 and tiers.counters.num_failed_reads == 0
     (path,) = (tmp_path / "kv").iterdir()

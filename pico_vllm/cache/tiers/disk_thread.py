@@ -62,8 +62,8 @@ class DiskThread:
             with self._changed:
                 self._changed.wait_for(lambda: self._done, timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """Let what is in line end, for so long; the rest is not done."""
+    def wait_until_idle(self, timeout_s: float) -> None:
+        """Until nothing is left to do, or for so long."""
         if self._thread is None:
             self.poll()
             return
@@ -71,6 +71,13 @@ class DiskThread:
             self._changed.wait_for(
                 lambda: not (self._reads or self._writes or self._is_busy), timeout_s
             )
+
+    def close(self, timeout_s: float) -> None:
+        """Let what is in line end, for so long; the rest is not done."""
+        self.wait_until_idle(timeout_s)
+        if self._thread is None:
+            return
+        with self._changed:
             self._reads.clear()
             self._writes.clear()
             self._is_closing = True

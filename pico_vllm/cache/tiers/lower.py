@@ -32,7 +32,7 @@ from pico_vllm.cache.tiers.disk_thread import DiskThread
 from pico_vllm.cache.tiers.host import HostBlock, HostTier
 from pico_vllm.step import BlockCopy
 
-CLOSING_TIME_S = 10.0
+CLOSING_TIME_S = 5.0
 """For what is still to be written when an engine ends."""
 
 
@@ -236,6 +236,10 @@ class LowerTiers:
         ended, self._ended_fetches = self._ended_fetches, []
         return ended
 
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.host) and (self.disk is None or not len(self.disk))
+
     def wait_for_disk(self, timeout_s: float) -> None:
         if self._thread is not None:
             self._thread.wait(timeout_s)
@@ -327,6 +331,15 @@ class LowerTiers:
         self.host.clear()  # first: the thread asks whether a block was dropped
         if self.disk is not None:
             self.disk.clear()
+
+    def room_to_save(self, timeout_s: float) -> int:
+        """How many blocks may be put now so that all of them are written; waits for those before to
+        be. 0 without a disk."""
+        if self.disk is None or self._thread is None or not self.disk.is_alive:
+            return 0
+        self._thread.wait_until_idle(timeout_s)
+        self._thread.poll()
+        return max(1, self.host.num_blocks // 4) if not self._thread.num_writes else 0
 
     def close(self) -> None:
         """Write what is in line, for CLOSING_TIME_S."""

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 from simulated import VOCAB, Clients, simulated_engine
-from test_preemption import force_preemption
+from test_preemption import CACHES, EngineMachine, force_preemption
 
 from pico_vllm.cache.tiers.lower import LowerTiers
 from pico_vllm.request import FinishReason, Request
@@ -20,8 +22,8 @@ SMALL: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "max_num_seqs": 4, "
 
 def clients_of(num_host_blocks: int = 40, **others: Any) -> Clients:
     tiers = {"num_host_blocks": num_host_blocks} | others.pop("tiers", {})
-    settings = {"overlap": False, "cache": {"cow_min_tokens": 1}, "tiers": tiers}
-    return Clients(simulated_engine(**(settings | SMALL | others)))
+    defaults = {"overlap": False, "cache": {"cow_min_tokens": 1}, "tiers": tiers}
+    return Clients(simulated_engine(**(defaults | SMALL | others)))
 
 
 def tiers_of(clients: Clients) -> LowerTiers:
@@ -87,8 +89,8 @@ def test_others_run_while_a_prefix_comes_up(overlap: bool) -> None:
 def test_disk_and_a_restart(tmp_path: Path, overlap: bool) -> None:
     """What host memory has no room for is found on disk, by the next engine too; a salt has its
     own."""
-    settings = {"disk": str(tmp_path), "num_records": 64}
-    clients = clients_of(4, overlap=overlap, tiers=settings)
+    disk = {"disk": str(tmp_path), "num_records": 64}
+    clients = clients_of(4, overlap=overlap, tiers=disk)
     ask(clients, ids(60))
     crowd_out(clients)
     assert ask(clients, ids(60)).num_cached_tokens == 48
@@ -97,7 +99,7 @@ def test_disk_and_a_restart(tmp_path: Path, overlap: bool) -> None:
     clients.check()
     clients.engine.close()
     tiers_of(clients).close()
-    again = clients_of(4, overlap=overlap, tiers=settings)
+    again = clients_of(4, overlap=overlap, tiers=disk)
     assert ask(again, ids(60)).num_cached_tokens == 48
     assert ask(again, ids(60), cache_salt="a").num_cached_tokens == 0
     assert tiers_of(again).counters.num_disk_hit_tokens == 48
@@ -202,3 +204,37 @@ def test_conversations_under_pressure(tmp_path: Path, overlap: bool, seed: int) 
     counters = tiers_of(clients).counters
     assert counters.num_stored_blocks > 0
     tiers_of(clients).close()
+
+
+class TieredEngineMachine(EngineMachine):
+    """The same with tiers below the device: of one block, of some, of more than is ever there, and
+    with a disk of some blocks below those."""
+
+    caches = CACHES
+    tiers = (
+        {"num_host_blocks": 1},
+        {"num_host_blocks": 5, "min_host_tokens": 3},
+        {"num_host_blocks": 200},
+        {"num_host_blocks": 4, "num_records": 10},
+        {"num_host_blocks": 2, "num_records": 100, "min_disk_tokens": 2},
+    )
+
+
+TestTieredEngineMachine = TieredEngineMachine.TestCase
+TestTieredEngineMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@pytest.mark.slow
+def test_tiered_engine_machine_at_release_size() -> None:
+    """The same in longer lives and more of them."""
+    run_state_machine_as_test(
+        TieredEngineMachine,
+        settings=settings(
+            TestTieredEngineMachine.settings, max_examples=3_000, stateful_step_count=200
+        ),
+    )
