@@ -51,7 +51,7 @@ def allocate_host_pool(
         config.block_size,
         model,
         dtype=dtype,
-        is_pinned=device.type == "cuda",
+        is_pinned=device.type == "cuda" and config.uses_triton,
     )
 
 

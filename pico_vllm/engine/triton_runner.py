@@ -245,6 +245,8 @@ class TritonRunner:
             torch.cuda.synchronize(self._device)
         if self.graphs is not None:
             self.graphs.clear()
+        if self._tiers is not None:
+            self._tiers.close()
 
     def capture_decodes(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile what steps of any size that has a graph launch, and capture those that decode."""

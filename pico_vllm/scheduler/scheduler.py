@@ -60,7 +60,7 @@ from pico_vllm.cache.radix_tree import Match
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.scheduler.policy import MAX_RANKED, POLICIES, PREEMPTING, RANKED_BY_PREFIX
-from pico_vllm.scheduler.prefixes import Prefixes
+from pico_vllm.scheduler.prefixes import MAX_WAITS, Prefixes
 from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.rows import Rows
 from pico_vllm.step import (
@@ -126,6 +126,9 @@ class Scheduler:
             blocks.num_device_blocks * block_size / tokens_per_step
         )
         """The second term: to compute what preempted requests had, at most the pool, once more."""
+        if prefix_cache is not None and prefix_cache.tiers is not None:
+            # Whoever is next may have to wait so often, and each time begins and ends in a step.
+            self._max_fruitless_steps *= 1 + MAX_WAITS
         self._num_fruitless_steps = 0
         self._last_plan: StepPlan | None = None
         """Where all that run decoded in it."""

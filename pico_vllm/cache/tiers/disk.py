@@ -256,6 +256,11 @@ class DiskTier:
                 os.close(self._fd)
                 self._fd = -1
 
+    def __del__(self) -> None:
+        # The file is locked as long as it is open, also for whoever tries again in this process.
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+
     def _entry_at(self, index: int) -> int:
         return HEADER_BYTES + index * ENTRY_BYTES
 

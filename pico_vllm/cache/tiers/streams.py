@@ -40,7 +40,8 @@ class TierStreams:
         null = (BlockCopy(0, 0),)
         self._swap(self._device_pool, self._host_pool.blocks, null)
         self._swap(self._host_pool.blocks, self._device_pool, null)
-        self.wait()
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
 
     def launch(self, plan: StepPlan) -> None:
         """Before anything else of the plan."""
@@ -93,3 +94,7 @@ class TierStreams:
             self._store_stream.synchronize()
             self._load_stream.synchronize()
         self._loading.clear()
+
+    def close(self) -> None:
+        """The device is idle. What the host pool holds can still be read by the host."""
+        self._host_pool.close()

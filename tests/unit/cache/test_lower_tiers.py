@@ -326,6 +326,20 @@ def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
     tiers.close()
 
 
+def test_nothing_is_written_after_a_reset(tmp_path: Path) -> None:
+    """What waited for the disk when all was forgotten does not get there."""
+    tiers = tiers_of(4, tmp_path)
+    assert tiers.disk is not None
+    tiers.put(*block(0)[:3], device_id=1)
+    tiers.take_transfers(1)
+    tiers.stored(1)
+    tiers.clear()
+    tiers.poll()
+    assert tiers.is_empty and not tiers.disk.contains(block(0)[0])
+    tiers.check_invariants()
+    tiers.close()
+
+
 def test_a_damaged_record_ends_the_hit(tmp_path: Path) -> None:
     """Those before it come up, and it is asked for no more."""
     tiers = tiers_of(4, tmp_path)

@@ -73,14 +73,20 @@ def test_others_run_while_a_prefix_comes_up(overlap: bool) -> None:
     ask(clients, ids(60))
     crowd_out(clients)
     clients.engine._runner.load_delay = lambda: 4
+    before = clients.ask(ids(5, 2), 40)
+    for _ in range(3):
+        clients.step()
     late = [clients.ask(ids(60), 4), clients.ask(ids(60), 5)]
     other = clients.ask(ids(10, 1), 2)
     while other.request_id not in clients.ended:
         clients.step()
         if other.request_id not in clients.ended:
             assert [each.num_cached_tokens for each in late] == [None, None]
-    clients.run()
+    for _ in range(5):
+        clients.step()
     assert [each.num_cached_tokens for each in late] == [48, 48]
+    assert before.request_id not in clients.ended
+    clients.run()
     assert tiers_of(clients).counters.num_loaded_blocks == 3
     clients.check()
 
@@ -117,7 +123,7 @@ def test_a_small_hit_is_computed() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("end", ["abort", "fail", "reset"])
+@pytest.mark.parametrize("end", ["abort", "fail", "launch", "reset"])
 def test_a_load_that_nobody_waits_for(end: str, overlap: bool) -> None:
     """After an abort the load ends by itself; after a failure or a reset nothing of it is found,
     and those who waited compute."""
@@ -130,9 +136,18 @@ def test_a_load_that_nobody_waits_for(end: str, overlap: bool) -> None:
     for _ in range(3):
         clients.step()
     request = clients.ask(ids(60), 4)
-    clients.step()
-    clients.step()
     cache = clients.engine._scheduler._prefixes.cache
+    if end == "launch":
+        launch, runner.launch = runner.launch, lambda plan: 1 / 0
+        clients.step()
+        runner.launch = launch
+        assert clients.ended[other.request_id] is FinishReason.ERROR
+        assert cache.num_loading_blocks == 0 and request.row == -1
+        clients.run()
+        assert request.num_cached_tokens == 48
+        return clients.check()
+    clients.step()
+    clients.step()
     assert cache.num_loading_blocks == 3 and request.row == -1
     if end == "abort":
         clients.abort(request.request_id)
@@ -151,6 +166,63 @@ def test_a_load_that_nobody_waits_for(end: str, overlap: bool) -> None:
         assert request.num_cached_tokens == 0
     ask(clients, ids(60))
     clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_load_is_in_the_next_plan(overlap: bool) -> None:
+    """Also where all that run just decode on, whose plans are the last ones moved on."""
+    clients = clients_of(overlap=overlap, num_blocks=12)
+    ask(clients, ids(60))
+    crowd_out(clients)
+    clients.ask(ids(3, 1), 40)
+    for _ in range(3):
+        clients.step()
+    late = clients.ask(ids(60), 4)
+    for _ in range(2 + overlap):
+        clients.step()
+    assert late.num_cached_tokens == 48
+    clients.run()
+    clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_lacks_blocks_waits_for_loads(overlap: bool) -> None:
+    """Blocks that a load holds come free: a running request that needs one waits for that, and is
+    not preempted."""
+    clients = clients_of(overlap=overlap)
+    ask(clients, ids(60))
+    crowd_out(clients)
+    clients.engine._runner.load_delay = lambda: 1000
+    running = clients.ask(ids(60, 1), 60)
+    for _ in range(3):
+        clients.step()
+    late = clients.ask(ids(60), 4)
+    clients.step()
+    scheduler = clients.engine._scheduler
+    assert scheduler._prefixes.cache.num_loading_blocks == 3
+    clients.run()
+    assert scheduler.num_preemptions == 0 and late.num_cached_tokens == 48
+    assert list(clients.ended)[-2:] == [running.request_id, late.request_id]
+    assert clients.ended[running.request_id] is FinishReason.LENGTH
+    clients.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_waiting_is_no_standstill(tmp_path: Path, seed: int) -> None:
+    """In a pool of three blocks, where each request waits for disk and for loads before it gets on,
+    none is taken for one that never does."""
+    clients = clients_of(
+        4, overlap=True, num_blocks=3, block_size=8, max_num_seqs=1, budget=14,
+        max_load_delay=2, tiers={"disk": str(tmp_path), "num_records": 100},
+    )  # fmt: skip
+    random = np.random.default_rng(seed)
+    for _ in range(60):
+        clients.ask(ids(int(random.integers(9, 23)), int(random.integers(0, 4))), 2)
+        for _ in range(int(random.integers(0, 12))):
+            clients.step()
+    clients.run()
+    clients.check()
+    assert FinishReason.ERROR not in clients.ended.values()
 
 
 @pytest.mark.parametrize("seed", range(6))
