@@ -152,6 +152,12 @@ class PrefixCache:
     def release(self, lease: Lease, block_ids: list[int], tokens: Tokens = b"") -> None:
         """Take back what a request holds. tokens: those after the lease's blocks whose KV is
         there; what is full of them is published, and the tail kept to be copied from."""
+        self._give_back(lease, block_ids, tokens)
+        excess = self._tree.num_evictable_blocks - self._max_evictable
+        if excess > 0:
+            self._blocks.free(self._evict(excess))
+
+    def _give_back(self, lease: Lease, block_ids: list[int], tokens: Tokens) -> None:
         self.drop_source(lease)
         first, num_taken = lease.num_blocks, 0
         if tokens and lease.tree is self._tree:
@@ -162,9 +168,6 @@ class PrefixCache:
         freed = block_ids[:first] + block_ids[first + num_taken :] if num_taken else block_ids
         if freed:
             self._blocks.free(freed)
-        excess = self._tree.num_evictable_blocks - self._max_evictable
-        if excess > 0:
-            self._blocks.free(self._evict(excess))
 
     def _keep(self, lease: Lease, tokens: Tokens, block_ids: list[int]) -> tuple[int, int]:
         """Put what a request leaves into the tree: full blocks and a tail. Returns how many of its
@@ -257,7 +260,9 @@ class PrefixCache:
     def _end_load(self, loading: LoadingBlocks, *, is_filled: bool) -> None:
         self._loading.remove(loading)
         tokens = loading.tokens if is_filled else b""
-        self.release(loading.lease, loading.block_ids, tokens)
+        # No more of the pool than the cache may take is not for these: somebody is about to enter
+        # with them.
+        self._give_back(loading.lease, loading.block_ids, tokens)
 
     @property
     def num_loading_blocks(self) -> int:

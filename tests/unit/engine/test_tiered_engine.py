@@ -186,6 +186,19 @@ def test_a_load_is_in_the_next_plan(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_cached_but_below(overlap: bool) -> None:
+    """Where the pool keeps nothing that nobody uses, prefixes come from below alone, each time with
+    one load."""
+    cache = {"cow_min_tokens": 1, "max_cached_fraction": 0.0}
+    clients = clients_of(overlap=overlap, max_load_delay=2, cache=cache)
+    # What the last plan left in the pool goes down with the next one.
+    assert [ask(clients, ids(60)).num_cached_tokens for _ in range(4)] == [0, 0, 48, 48]
+    assert clients.engine._scheduler._prefixes.cache.num_cached_blocks == 0
+    assert tiers_of(clients).counters.num_loaded_blocks == 6
+    clients.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_who_lacks_blocks_waits_for_loads(overlap: bool) -> None:
     """Blocks that a load holds come free: a running request that needs one waits for that, and is
     not preempted."""
@@ -212,8 +225,9 @@ def test_waiting_is_no_standstill(tmp_path: Path, seed: int) -> None:
     """In a pool of three blocks, where each request waits for disk and for loads before it gets on,
     none is taken for one that never does."""
     clients = clients_of(
-        4, overlap=True, num_blocks=3, block_size=8, max_num_seqs=1, budget=14,
-        max_load_delay=2, tiers={"disk": str(tmp_path), "num_records": 100},
+        4, overlap=True, num_blocks=3, block_size=8, max_num_seqs=1, budget=14, max_load_delay=4,
+        cache={"cow_min_tokens": 4, "max_cached_fraction": 0.5},
+        tiers={"disk": str(tmp_path), "num_records": 100},
     )  # fmt: skip
     random = np.random.default_rng(seed)
     for _ in range(60):
