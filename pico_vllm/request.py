@@ -58,6 +58,8 @@ class Request:
     """Most tokens that were computed before it was preempted."""
     num_cached_tokens: int | None = None
     """Prefix-cache hit when it first entered; None before."""
+    num_waits: int = 0
+    """Times that it waited for blocks from tiers below the device, since it last entered."""
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log-probabilities were given."""
     finish_reason: FinishReason | None = None

@@ -73,6 +73,12 @@ class StepPlan:
     runner may use again what it made for that one."""
     copies: tuple[BlockCopy, ...] = ()
     """Within the device pool, before anything is computed; no target is a source."""
+    stores: tuple[BlockCopy, ...] = ()
+    """From the device pool to host memory, before anything else of this plan writes to the device.
+    A plan with stores or loads may have no request."""
+    loads: tuple[BlockCopy, ...] = ()
+    """From host memory to the device pool, after the plan's stores and the steps before. Nothing
+    reads the blocks before a result has named the plan in `loaded`."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,3 +110,5 @@ class StepResult:
     """By index in the plan, for requests that asked."""
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """By index in the plan: of the prompt tokens that this step predicted, in order."""
+    loaded: tuple[int, ...] = ()
+    """Numbers of plans whose loads are done, each named once, by whichever result comes then."""

@@ -33,6 +33,8 @@ UNIT_TESTS = (
     "tests/unit/cache/test_block_manager.py",
     "tests/unit/engine/test_overlap.py",
     "tests/unit/engine/test_preemption.py",
+    "tests/unit/cache/test_lower_tiers.py",
+    "tests/unit/engine/test_tiered_engine.py",
 )
 RUNS = (
     (*UNIT_TESTS, "-k", "not Machine"),
@@ -73,6 +75,10 @@ SAMPLING = "pico_vllm/engine/sampling_rows.py"
 PROMPT = "pico_vllm/engine/prompt_logprobs.py"
 SAMPLER = "pico_vllm/sampler/sampler.py"
 ENGINE = "pico_vllm/engine/engine.py"
+HOST = "pico_vllm/cache/tiers/host.py"
+DISK = "pico_vllm/cache/tiers/disk.py"
+LOWER = "pico_vllm/cache/tiers/lower.py"
+CHAIN = "pico_vllm/cache/tiers/chain.py"
 
 PLANTS = (
     # Preemption.
@@ -470,6 +476,118 @@ PLANTS = (
         DEVICE,
         "fields.token_rows[num_tokens:] = self._null_row",
         "fields.token_rows[num_tokens:] = 0",
+    ),
+    # Tiers below the device.
+    Plant("tier key without what was before", CHAIN, "sha256(parent + tokens", "sha256(tokens"),
+    Plant("tier key without salt", CHAIN, " + salt.encode()", ""),
+    Plant(
+        "tier chain not cut",
+        TREE,
+        "upper.chain, node.chain = node.chain[:num_blocks], node.chain[num_blocks:]",
+        "upper.chain = node.chain[:num_blocks]",
+    ),
+    Plant(
+        "tier found before it is stored",
+        LOWER,
+        "(key, parent, tokens)\n        if block is None:",
+        "(key, parent, tokens)\n        if block is not None:\n            block.is_ready = True\n"
+        "        if block is None:",
+    ),
+    Plant(
+        "tier slot not pinned while it is filled",
+        HOST,
+        "self._free.pop(), num_pins=1)",
+        "self._free.pop(), num_pins=1, is_ready=False)\n        block.num_pins = 0",
+    ),
+    Plant(
+        "tier slot not pinned while it is loaded",
+        LOWER,
+        "            self.host.pin(block)\n            self.host.use(block)",
+        "            pass",
+    ),
+    Plant(
+        "tier store of a failed step found",
+        LOWER,
+        "self.host.drop(block)\n            self.host.unpin(block)\n        for load in",
+        "block.is_ready = True\n            self.host.unpin(block)\n        for load in",
+    ),
+    Plant(
+        "tier stores forgotten",
+        LOWER,
+        "        return stores, tuple(loads)",
+        "        return (), tuple(loads)",
+    ),
+    Plant(
+        "tier reset keeps host blocks",
+        LOWER,
+        "        self.host.clear()  # first: the thread asks whether a block was dropped",
+        "        pass",
+    ),
+    Plant("tier reset keeps disk", LOWER, "            self.disk.clear()", "            pass"),
+    Plant(
+        "tier load published early",
+        LOWER,
+        "done = [load for load in self._loads if load.plan_number in plan_numbers]",
+        "done = list(self._loads)",
+    ),
+    Plant(
+        "tier load of a failed step published",
+        CACHE,
+        'tokens = loading.tokens if is_filled else b""',
+        "tokens = loading.tokens",
+    ),
+    Plant(
+        "tier loads hold blocks that count as lost",
+        SCHEDULER,
+        "soon_free += self._prefixes.cache.num_loading_blocks",
+        "pass",
+    ),
+    Plant(
+        "tier repeated plan without transfers",
+        SCHEDULER,
+        "rows is last.rows and not has_transfers:",
+        "rows is last.rows:",
+    ),
+    Plant(
+        "tier waiters not let go",
+        PREFIXES,
+        "for request_id in coming.request_ids:",
+        "for request_id in coming.request_ids[:0]:",
+    ),
+    Plant(
+        "tier joins once too often",
+        PREFIXES,
+        "            del self._coming_by_key[key]",
+        "            pass",
+    ),
+    Plant("tier small hits loaded", LOWER, "num_tokens >= self._min_host_tokens", "True"),
+    Plant(
+        "tier steps wait for nothing",
+        SCHEDULER,
+        "if not len(rows) and not self._has_transfers():",
+        "if not len(rows):",
+    ),
+    Plant("tier disk takes any bytes", DISK, "and crc32(out, crc32(found)) == record.crc", ""),
+    Plant("tier disk takes any tokens", DISK, "and found == tokens", ""),
+    Plant("tier disk takes any entry", DISK, "if crc32(fields) != crc:", "if False:"),
+    Plant("tier disk takes any header", DISK, "if found != header:", "if not found:"),
+    Plant(
+        "tier disk takes any file", DISK, "if found and not found.startswith(MAGIC):", "if False:"
+    ),
+    Plant(
+        "tier disk grows",
+        DISK,
+        "        if self._free:\n            index = self._free.pop()",
+        "        if True:\n            index = self._num_writes",
+    ),
+    Plant(
+        "tier disk error raised",
+        DISK,
+        "                self._disable(error)\n                return False",
+        "                raise",
+    ),
+    Plant(
+        "tier clear and a write under way", LOWER, "lambda: not block.is_dropped", "lambda: True"
     ),
 )
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.prefix_cache import PrefixCache
+from pico_vllm.cache.tiers.disk import ALIGNMENT, ENTRY_BYTES, DiskTier
+from pico_vllm.cache.tiers.lower import LowerTiers
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.engine.batch_builder import BatchBuilder
 from pico_vllm.engine.engine import Engine
@@ -92,7 +94,13 @@ class SimulatedRunner:
     """Keeps what a device would keep: a row's tokens and block table, and the KV by slot."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        host_memory: NDArray[np.uint8] | None = None,
     ) -> None:
         self._size = block_size
         self._builder = BatchBuilder(
@@ -101,6 +109,11 @@ class SimulatedRunner:
             block_size=block_size,
             device=torch.device("cpu"),
         )
+        self._host = np.zeros((0, 0), np.uint8) if host_memory is None else host_memory
+        self._loading: list[tuple[int, int, StepPlan]] = []
+        """Loads, in order: the number of the plan with which each is done, and its own plan's."""
+        self.load_delay: Callable[[], int] = lambda: 0
+        """How many more plans a load takes."""
         num_slots = (num_blocks + 1) * block_size
         self._kv = np.zeros(num_slots, np.uint64)
         self._tokens = np.full(num_slots, -1, np.int64)
@@ -120,8 +133,31 @@ class SimulatedRunner:
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
+    def wait_for_transfers(self) -> None:
+        """Loads that are under way end; stores do when their step runs."""
+        self._load_until(None)
+
     def close(self) -> None:
         """Nothing is under way that anybody waits for."""
+
+    def _store(self, plan: StepPlan) -> None:
+        for copy in plan.stores:
+            slots = np.arange(self._size) + copy.source * self._size
+            cells = (self._kv[slots].view(np.uint8), self._tokens[slots].view(np.uint8))
+            self._host[copy.target] = np.concatenate(cells)
+
+    def _load_until(self, most: int | None) -> tuple[int, ...]:
+        """Do the first loads that are due; all for None."""
+        done = []
+        while self._loading and (most is None or self._loading[0][0] <= most):
+            _, number, plan = self._loading.pop(0)
+            for copy in plan.loads:
+                slots = np.arange(self._size) + copy.target * self._size
+                half = self._size * 8
+                self._kv[slots] = self._host[copy.source][:half].view(np.uint64)
+                self._tokens[slots] = self._host[copy.source][half:].view(np.int64)
+            done.append(number)
+        return tuple(done)
 
     def run_next(self) -> None:
         plan, pending = self._launched.popleft()
@@ -133,6 +169,17 @@ class SimulatedRunner:
             pending.error = error
 
     def _run(self, plan: StepPlan) -> StepResult:
+        self._store(plan)
+        # The blocks hold nonsense until the load is done.
+        for copy in plan.loads:
+            slots = np.arange(self._size) + copy.target * self._size
+            self._kv[slots] = 12345
+        if plan.loads:
+            self._loading.append((plan.number + self.load_delay(), plan.number, plan))
+        if not len(plan.rows):
+            # Somebody waits for the first one.
+            most = max([plan.number, *(due for due, _, _ in self._loading[:1])])
+            return StepResult(token_ids=np.zeros(0, np.int64), loaded=self._load_until(most))
         for new in plan.new_rows:
             self._new[new.row] = new
             self._last_tokens[new.row] = -7
@@ -178,7 +225,8 @@ class SimulatedRunner:
                 self._last_tokens[row] = found[index]
             prompt_logprobs |= _prompt_logprobs(index, new, context_len, seq_len)
         self._builder.append(plan, found)
-        return StepResult(token_ids=found, prompt_logprobs=prompt_logprobs)
+        loaded = self._load_until(plan.number)
+        return StepResult(token_ids=found, prompt_logprobs=prompt_logprobs, loaded=loaded)
 
     def _slots_of(self, table: NDArray[np.int32], seq_len: int) -> NDArray[np.int64]:
         positions = np.arange(seq_len)
@@ -229,6 +277,31 @@ def make_request(
     )
 
 
+def simulated_tiers(
+    *, block_size: int, num_host_blocks: int, disk: str | None = None, num_records: int = 8,
+    **others: Any,
+) -> LowerTiers:  # fmt: skip
+    """Over memory of the cells of simulated KV: its hashes, then its tokens."""
+    block_bytes, disk_tier = block_size * 16, None
+    if disk is not None:
+        disk_tier = DiskTier(
+            disk,
+            max_bytes=2 * ALIGNMENT + num_records * (ALIGNMENT + ENTRY_BYTES),
+            layout={"block_size": block_size},
+            identity=bytes(32),
+            block_tokens_bytes=4 * block_size,
+            block_bytes=block_bytes,
+        )
+    return LowerTiers(
+        num_host_blocks,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        disk=disk_tier,
+        host_memory=np.zeros((num_host_blocks, block_bytes), np.uint8),
+        **({"is_threaded": False} | others),
+    )
+
+
 def simulated_engine(
     *,
     num_blocks: int,
@@ -240,9 +313,12 @@ def simulated_engine(
     max_prompt_tokens: int | None = None,
     cache: dict[str, Any] | None = None,
     min_awaited_tokens: int = 1,
+    tiers: dict[str, Any] | None = None,
+    max_load_delay: int = 0,
 ) -> Engine:
     """The real engine and scheduler over a simulated model whose window is the pool. cache:
-    settings of a PrefixCache; None is without."""
+    settings of a PrefixCache; None is without. tiers: of LowerTiers, and `disk`, a folder.
+    max_load_delay: most steps that loads take."""
     config = EngineConfig(
         model="simulated",
         max_model_len=num_blocks * block_size,
@@ -251,8 +327,14 @@ def simulated_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         overlap="on" if overlap else "off",
+        kv_host_gb=None if tiers is None else 1,
     )
     blocks = BlockManager(num_blocks)
+    lower, host_memory = None, None
+    if tiers is not None:
+        assert cache is not None
+        lower = simulated_tiers(block_size=block_size, **tiers)
+        host_memory, cache = lower._memory, cache | {"tiers": lower}
     prefix_cache = None
     if cache is not None:
         prefix_cache = PrefixCache(blocks, block_size=block_size, **cache)
@@ -272,7 +354,10 @@ def simulated_engine(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_model_len=num_blocks * block_size,
+        host_memory=host_memory,
     )
+    random = np.random.default_rng(num_blocks)
+    runner.load_delay = lambda: int(random.integers(0, max_load_delay + 1))
     return Engine(config, scheduler, runner, vocab_size=VOCAB, eos_token_ids=())
 
 

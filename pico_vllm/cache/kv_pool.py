@@ -63,15 +63,16 @@ class PagedKV:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        num_host_blocks: int = 0,
+        host_pool: Tensor | None = None,
     ) -> None:
+        """host_pool: as the device pool, without a null block, for what lies below it."""
         self.block_size = block_size
         self.device_pool = allocate_pool(
             num_device_blocks + 1, block_size, model, dtype=dtype, device=device
         )
-        self.host_pool = allocate_pool(
-            num_host_blocks, block_size, model, dtype=dtype, device=torch.device("cpu")
-        )
+        if host_pool is None:
+            host_pool = allocate_pool(0, block_size, model, dtype=dtype, device=torch.device("cpu"))
+        self.host_pool = host_pool
         self._scale = model.head_dim**-0.5
         self._tile_tokens = tile_tokens(
             model.num_kv_heads, model.head_dim, dtype.itemsize, block_size

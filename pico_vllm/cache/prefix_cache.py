@@ -11,6 +11,11 @@ as available and are evicted when somebody needs them.
 Whose block is found in the tree already, because two computed the same tokens side by side, goes on
 with the one that is there: `publish` exchanges them.
 
+With tiers below the device (cache/tiers/lower.py) full blocks that are evicted go down under their
+chain keys, and what follows a match is brought up again into blocks of its own (`begin_load`). A
+`LoadingBlocks` is a holder like a request: it has a lease on the match and its blocks, and puts
+them into the tree once they are known to hold what was promised (`end_load`).
+
 A tail's block may still be written to, by the step under way of a request that ended or was
 preempted: behind the slots that the tree vouches for, and nobody reads a copy's slots there before
 writing them.
@@ -23,6 +28,8 @@ from dataclasses import dataclass, replace
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.eviction import EVICTION_POLICIES
 from pico_vllm.cache.radix_tree import TOKEN_BYTES, Match, Node, RadixTree, Tokens
+from pico_vllm.cache.tiers.chain import Key, chain_keys, root_key
+from pico_vllm.cache.tiers.lower import Fetch, Load, LowerTiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +88,18 @@ class Lease:
     num_copied: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class LoadingBlocks:
+    """Blocks that are filled from below."""
+
+    lease: Lease
+    block_ids: list[int]
+    """Those of the lease first."""
+    tokens: Tokens
+    """Of those after the lease's."""
+    load: Load
+
+
 class PrefixCache:
     def __init__(
         self,
@@ -90,6 +109,7 @@ class PrefixCache:
         cow_min_tokens: int = 8,
         eviction_policy: str = "lru",
         max_cached_fraction: float = 1.0,
+        tiers: LowerTiers | None = None,
     ) -> None:
         """cow_min_tokens: a block is copied for at least so many of its tokens.
         max_cached_fraction: of the pool, what blocks may take that no request holds."""
@@ -101,6 +121,8 @@ class PrefixCache:
         self._policy = EVICTION_POLICIES[eviction_policy]
         self._max_evictable = int(max_cached_fraction * blocks.num_device_blocks)
         self._tree = RadixTree(block_size, self._policy)
+        self.tiers = tiers
+        self._loading: list[LoadingBlocks] = []
         # As CacheStats has them.
         self.num_queries = self.num_hits = 0
         self.num_query_tokens = self.num_hit_tokens = 0
@@ -199,6 +221,12 @@ class PrefixCache:
     def release(self, lease: Lease, block_ids: list[int], tokens: Tokens = b"") -> None:
         """Take back what a request holds. tokens: those after the lease's blocks whose KV is
         there; what is full of them is published, and the tail kept to be copied from."""
+        self._give_back(lease, block_ids, tokens)
+        excess = self._tree.num_evictable_blocks - self._max_evictable
+        if excess > 0:
+            self._blocks.free(self._evict(excess))
+
+    def _give_back(self, lease: Lease, block_ids: list[int], tokens: Tokens) -> None:
         self.drop_source(lease)
         first, num_taken = lease.num_blocks, 0
         if tokens and lease.tree is self._tree:
@@ -209,9 +237,6 @@ class PrefixCache:
         freed = block_ids[:first] + block_ids[first + num_taken :] if num_taken else block_ids
         if freed:
             self._blocks.free(freed)
-        excess = self._tree.num_evictable_blocks - self._max_evictable
-        if excess > 0:
-            self._blocks.free(self._evict(excess))
 
     def _keep(self, lease: Lease, tokens: Tokens, block_ids: list[int]) -> tuple[int, int]:
         """Put what a request leaves into the tree: full blocks and a tail. Returns how many of its
@@ -230,9 +255,132 @@ class PrefixCache:
             num_taken += self._tree.insert_tail(lease.node, tail, block_ids[first + num_full])
         return num_found, num_taken
 
-    def reset(self) -> None:
+    # From below.
+
+    def chain(self, tokens: Tokens, salt: str) -> list[Key]:
+        """Keys of the whole blocks of a prompt, by which tiers below know them."""
+        assert self.tiers is not None
+        return chain_keys(root_key(self.tiers.identity, salt), tokens, self._block_bytes)
+
+    def parent_key(self, keys: list[Key], index: int, salt: str) -> Key:
+        assert self.tiers is not None
+        return keys[index - 1] if index else root_key(self.tiers.identity, salt)
+
+    def begin_fetch(self, tokens: Tokens, keys: list[Key], first: int, salt: str) -> Fetch | None:
+        """Bring blocks from block `first` on, which follow each other, into host memory."""
+        assert self.tiers is not None
+        size = self._block_bytes
+        parent = self.parent_key(keys, first, salt)
+        of_blocks = tokens[first * size : len(keys) * size]
+        return self.tiers.begin_fetch(parent, keys[first:], of_blocks)
+
+    def begin_load(
+        self, match: Match, salt: str, priority: int, tokens: Tokens, keys: list[Key]
+    ) -> LoadingBlocks | None:
+        """Bring the blocks after a match up, which are in host memory. keys: of all, the match's
+        first. None if there are too few blocks."""
+        assert self.tiers is not None
+        first = len(match.block_ids)
+        # Before anything is evicted: whose slots the evicted ones might get.
+        sources = self.tiers.pin(keys[first:])
+        lease = self.acquire(match.without_copy(), salt, priority)
+        block_ids = self.allocate(len(sources))
+        if block_ids is None:
+            self.tiers.unpin(sources)
+            self.release(lease, list(match.block_ids))
+            return None
+        load = self.tiers.begin_load(sources, self._blocks.device_ids(block_ids))
+        of_blocks = tokens[first * self._block_bytes : len(keys) * self._block_bytes]
+        loading = LoadingBlocks(lease, [*match.block_ids, *block_ids], of_blocks, load)
+        self._loading.append(loading)
+        return loading
+
+    def transferred(self, plan_number: int, loaded: tuple[int, ...]) -> list[LoadingBlocks]:
+        """A plan is committed, and the loads of the named ones are done: returned, and found from
+        now on."""
+        assert self.tiers is not None
+        self.tiers.stored(plan_number)
+        loads = self.tiers.take_loaded(loaded)
+        done = [each for each in self._loading if each.load in loads]
+        for each in done:
+            self._end_load(each, is_filled=True)
+        return done
+
+    def drop_transfers(self) -> list[LoadingBlocks]:
+        """After a step that failed, and when all that was under way has ended."""
+        assert self.tiers is not None
+        self.tiers.drop_transfers()
+        dropped = list(self._loading)
+        for each in dropped:
+            self._end_load(each, is_filled=False)
+        return dropped
+
+    def put_below(self, timeout_s: float) -> bool:
+        """Evict cached blocks so that the next plan stores them, as many as are then written to
+        disk for sure. False when there is no more to do."""
+        if self.tiers is None:
+            return False
+        num_evictable = self._tree.num_evictable_blocks
+        count = min(num_evictable, self.tiers.room_to_save(timeout_s) if num_evictable else 0)
+        if count:
+            self._blocks.free(self._evict(count))
+        return count > 0
+
+    def _end_load(self, loading: LoadingBlocks, *, is_filled: bool) -> None:
+        self._loading.remove(loading)
+        tokens = loading.tokens if is_filled else b""
+        # No more of the pool than the cache may take is not for these: somebody is about to enter
+        # with them.
+        self._give_back(loading.lease, loading.block_ids, tokens)
+
+    @property
+    def num_loading_blocks(self) -> int:
+        """At most so many become available when the loads under way end."""
+        return sum(len(each.block_ids) for each in self._loading)
+
+    def loading_block_ids(self) -> list[int]:
+        """A block once for each load that holds it."""
+        return [block_id for each in self._loading for block_id in each.block_ids]
+
+    def _chain_of(self, node: Node) -> list[Key]:
+        """Keys of a node's blocks, made when they are first asked for."""
+        assert self.tiers is not None
+        path = []
+        each = node
+        while each.parent is not None and each.chain is None:
+            path.append(each)
+            each = each.parent
+        key = root_key(self.tiers.identity, each.salt) if each.chain is None else each.chain[-1]
+        for each in reversed(path):
+            each.chain = chain_keys(key, each.tokens, self._block_bytes)
+            if each.chain:
+                key = each.chain[-1]
+        return node.chain or []
+
+    def _put_below(self, node: Node, first: int) -> None:
+        assert self.tiers is not None and node.parent is not None
+        keys, size = self._chain_of(node), self._block_bytes
+        if len(keys) <= first:  # a tail
+            return
+        device_ids = self._blocks.device_ids(node.block_ids[first:])
+        parent = keys[first - 1] if first else self._last_key(node.parent)
+        for index, device_id in enumerate(device_ids, first):
+            tokens = node.tokens[index * size : (index + 1) * size]
+            self.tiers.put(keys[index], parent, tokens, device_id)
+            parent = keys[index]
+
+    def _last_key(self, node: Node) -> Key:
+        """Of a node with whole blocks, or a root."""
+        assert self.tiers is not None
+        if node.parent is None:
+            return root_key(self.tiers.identity, node.salt)
+        return self._chain_of(node)[-1]
+
+    def reset(self, *, with_tiers: bool = True) -> None:
         """Forget all. Requests that run keep the blocks that they hold, and publish nothing more.
         No lease has a source."""
+        if self.tiers is not None and with_tiers:
+            self.tiers.clear()
         old = self._tree
         self._tree = RadixTree(self.block_size, self._policy, old.version + 1)
         block_ids = old.block_ids()
@@ -241,7 +389,10 @@ class PrefixCache:
 
     def _evict(self, count: int) -> list[int]:
         """Take blocks out of the tree: whoever calls this holds them then."""
-        gone = self._tree.evict(count)
+        if self.tiers is None:
+            gone = self._tree.evict(count)
+        else:
+            gone = self._tree.evict(count, self._put_below)
         assert len(gone) == count and all(self._blocks.ref_count(i) == 1 for i in gone), (
             f"evicted {gone} for {count}, some of which may be held by others"
         )
@@ -254,6 +405,8 @@ class PrefixCache:
 
     def check_invariants(self) -> None:
         self._tree.check_invariants()
+        if self.tiers is not None:
+            self.tiers.check_invariants()
         block_ids = self._tree.block_ids()
         assert len(set(block_ids)) == len(block_ids), "a block in two nodes"
         for node in self._tree.nodes():

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,8 +57,8 @@ class Node:
     """An edge and where it ends."""
 
     __slots__ = (
-        "block_ids", "children", "created", "entry", "keys", "last_used", "lock_ref", "num_uses",
-        "parent", "priority", "salt", "tokens",
+        "block_ids", "chain", "children", "created", "entry", "keys", "last_used", "lock_ref",
+        "num_uses", "parent", "priority", "salt", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +73,8 @@ class Node:
         """None of a root, which has no edge."""
         self.tokens = tokens
         self.block_ids = block_ids
+        self.chain: list[bytes] | None = None
+        """One for each block, of whoever names blocks by keys; None until then."""
         self.children: dict[Tokens, Node] = {}
         """By their first block of tokens."""
         self.keys: list[Tokens] = []
@@ -279,9 +281,14 @@ class RadixTree:
         self._become_leaf(tail)
         return True
 
-    def evict(self, count: int) -> list[int]:
+    def evict(
+        self, count: int, on_evict: Callable[[Node, int], None] = lambda node, first: None
+    ) -> list[int]:
         """Take out unlocked blocks, so many if there are, and return them: leaves in the policy's
-        order, each from its end."""
+        order, each from its end.
+
+        on_evict: told of a node whose blocks go, from which on, while it still stands.
+        """
         gone: list[int] = []
         while len(gone) < count and self._num_evictable_leaves:
             _, entry, node = heapq.heappop(self._line)
@@ -289,12 +296,15 @@ class RadixTree:
                 continue
             assert node.lock_ref == 0 and not node.children
             num_kept = max(0, len(node.block_ids) - (count - len(gone)))
+            on_evict(node, num_kept)
             taken = node.block_ids[num_kept:]
             gone += taken
             self.num_blocks -= len(taken)
             self.num_evictable_blocks -= len(taken)
             if num_kept:
                 del node.block_ids[num_kept:]
+                if node.chain is not None:
+                    del node.chain[num_kept:]
                 node.tokens = node.tokens[: num_kept * self._block_bytes]
                 heapq.heappush(self._line, (self._policy(node), entry, node))
             else:
@@ -341,6 +351,8 @@ class RadixTree:
         upper.last_used, upper.num_uses = node.last_used, node.num_uses
         upper.priority = node.priority
         upper.lock_ref = node.lock_ref
+        if node.chain is not None:
+            upper.chain, node.chain = node.chain[:num_blocks], node.chain[num_blocks:]
         # The same key leads to it from above.
         node.parent.children[upper.tokens[: self._block_bytes]] = upper
         node.parent, node.tokens = upper, node.tokens[size:]
@@ -396,6 +408,7 @@ class RadixTree:
             assert (node.parent is None) == (not node.block_ids), "an edge without a block"
             for key, child in node.children.items():
                 assert child.parent is node and child.tokens[:size] == key
+            assert node.chain is None or len(node.chain) == len(node.tokens) // size
             num_blocks += len(node.block_ids)
             num_nodes += node.parent is not None
             if node.lock_ref == 0:

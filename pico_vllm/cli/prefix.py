@@ -43,6 +43,12 @@ def bench_prefix(
             "bench prefix measures the prefix cache, on and off; leave --prefix-cache and --kv out",
             param="enable_prefix_caching",
         )
+    if engine.kv_host_gb or engine.kv_disk_path is not None:
+        raise ConfigError(
+            "bench prefix begins again and again with an empty cache, which nothing may lie below; "
+            "leave --kv-host-gb and --kv-disk-path out",
+            param="kv_host_gb",
+        )
     from pico_vllm.bench.prefix import CASES, SIZES, check_cases, run_host_cost, run_prefix
     from pico_vllm.bench.record import environment, machine
     from pico_vllm.engine.loading import settle_device

@@ -30,6 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "enable_prefix_caching": ("auto", "on", "off"),
     "eviction_policy": ("lru", "lfu", "fifo", "priority"),
 }
+MAX_TIER_GB = 1 << 20
 WITH_TRITON = ("triton", "attention")
 """Of kernels: those whose attention, and with it the batch and its runner, is Triton's."""
 
@@ -102,6 +103,14 @@ class EngineConfig:
     used."""
     max_cached_fraction: float = 1.0
     """Most of the KV blocks that cached prefixes may take which no running request uses."""
+    kv_host_gb: float | None = None
+    """GiB of host memory, pinned on a GPU, for cached prefixes that the KV pool has no room for;
+    None is 0, or 1 with kv_disk_path, whose blocks pass through it."""
+    kv_disk_path: str | None = None
+    """Folder for cached prefixes that host memory has no room for. They outlive the process, and
+    are as readable as the prompts that they are of. None keeps nothing on disk."""
+    kv_disk_gb: float = 16.0
+    """GiB of kv_disk_path, for each model that uses it."""
     num_threads: int | None = None
     """CPU threads, of all engines in this process; None takes the cores it may use."""
 
@@ -171,12 +180,42 @@ class EngineConfig:
                 f"max_cached_fraction must be in [0, 1], not {show(fraction)}",
                 param="max_cached_fraction",
             )
+        self._check_tiers()
         if (
             isinstance(self.seed, bool)
             or not isinstance(self.seed, int)
             or not -(2**63) <= self.seed < 2**63
         ):
             raise ConfigError(f"seed must be a 64-bit integer, not {show(self.seed)}", param="seed")
+
+    def _check_tiers(self) -> None:
+        for name, is_open in (("kv_host_gb", False), ("kv_disk_gb", True)):
+            value = getattr(self, name)
+            if value is None and name == "kv_host_gb":
+                continue
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= MAX_TIER_GB or (is_open and value == 0):
+                raise ConfigError(
+                    f"{name} must be a number of GiB {'above' if is_open else 'from'} 0, up to "
+                    f"{MAX_TIER_GB}, not {show(value)}",
+                    param=name,
+                )
+        path = self.kv_disk_path
+        if path is not None and (not isinstance(path, str) or not path or "\0" in path):
+            raise ConfigError(
+                f"kv_disk_path must name a folder, not {show(path)}", param="kv_disk_path"
+            )
+        if path is not None and self.kv_host_gb == 0:
+            raise ConfigError(
+                "kv_host_gb is 0, but blocks pass through host memory on their way to "
+                "kv_disk_path; leave kv_host_gb out for 1 GiB, or give more than 0",
+                param="kv_host_gb",
+            )
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Resolved: whether cached prefixes may lie elsewhere than in the KV pool."""
+        return bool(self.kv_host_gb)
 
     @property
     def uses_triton(self) -> bool:
@@ -296,6 +335,15 @@ class EngineConfig:
                 "blocks; use enable_prefix_caching off",
                 param="enable_prefix_caching",
             )
+        kv_host_gb = self.kv_host_gb
+        if kv_host_gb is None:
+            kv_host_gb = 0.0 if self.kv_disk_path is None else 1.0
+        if kv_host_gb and prefix_caching == "off":
+            name = "kv_disk_path" if self.kv_disk_path is not None else "kv_host_gb"
+            raise ConfigError(
+                f"{name} keeps cached prefixes and needs enable_prefix_caching on; leave it out",
+                param=name,
+            )
         if self.scheduling_policy == "longest-prefix-match" and prefix_caching == "off":
             raise ConfigError(
                 "scheduling_policy longest-prefix-match needs enable_prefix_caching on; use fcfs",
@@ -304,6 +352,7 @@ class EngineConfig:
         return replace(
             self,
             enable_prefix_caching=prefix_caching,
+            kv_host_gb=kv_host_gb,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
             kernels=kernels,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ from pico_vllm.scheduler.scheduler import Scheduler
 from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
+
+SAVING_TIME_S = 5.0
+"""For prefixes that are not on disk yet when an engine ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +213,7 @@ class Engine:
         for how requests are scheduled and cached; with fewer blocks, the first ones of the pool are
         used."""
         assert not self.has_work(), "requests would be lost"
+        assert not self.config.has_lower_tiers, "what lies below the device would be lost"
         assert config.max_model_len is not None and config.num_kv_blocks is not None
         assert config.num_kv_blocks <= (self._num_pool_blocks or 0), "more blocks than there are"
         self._scheduler = Scheduler.from_config(config)
@@ -252,11 +257,13 @@ class Engine:
             if not self.has_work():
                 self.host_clock.idle()
         except Exception:
+            self._wait_for_transfers()
             events = self._scheduler.fail(plan)
             logger.exception("step_failed num_requests=%d", len(events.request_ids))
             self._wait_for_step_in_flight()
             return events
         except BaseException:
+            self._wait_for_transfers()
             self._undelivered = self._scheduler.fail(plan)
             raise
         if FinishReason.ERROR in events.finish_reasons:
@@ -265,6 +272,12 @@ class Engine:
                 events.finish_reasons.count(FinishReason.ERROR),
             )
         return events
+
+    def _wait_for_transfers(self) -> None:
+        """Before blocks of copies that may be under way are given to others."""
+        if self.config.has_lower_tiers:
+            with suppress(Exception):  # a device that failed copies nothing more
+                self._runner.wait_for_transfers()
 
     def _wait_for_step_in_flight(self) -> None:
         """Launches that failed have taken their turns of pinned memory too: the step before them
@@ -276,7 +289,23 @@ class Engine:
     def close(self) -> None:
         """Stop: what is under way ends, and nobody is told. The engine is not used again."""
         self._in_flight = None
+        if self.config.kv_disk_path is not None:
+            self._save_prefixes()
         self._runner.close()
+        self._scheduler.close()
+
+    def _save_prefixes(self) -> None:
+        """Let the next engine find on disk what the pool alone has, as much as SAVING_TIME_S
+        allow."""
+        until = time.monotonic() + SAVING_TIME_S
+        try:
+            while (left_s := until - time.monotonic()) > 0:
+                plan = self._scheduler.plan_to_save(left_s)
+                if plan is None:
+                    return
+                self._scheduler.commit(plan, self._runner.launch(plan).result())
+        except Exception:
+            logger.exception("kv_save_failed")
 
     def warm_up(self, num_tokens: int) -> None:
         """Decode one request of that many tokens before anybody waits, so that what is made on
@@ -293,7 +322,7 @@ class Engine:
                         param="model",
                     )
             self._request_numbers = itertools.count()
-            self.reset_prefix_cache()
+            self._scheduler.reset_prefix_cache(with_tiers=False)
             self._warm_up_stats = self._scheduler.cache_stats()
 
     def check_invariants(self) -> None:

@@ -59,6 +59,9 @@ class LLM:
         cow_min_tokens: int = 8,
         eviction_policy: str = "lru",
         max_cached_fraction: float = 1.0,
+        kv_host_gb: float | None = None,
+        kv_disk_path: str | None = None,
+        kv_disk_gb: float = 16.0,
         num_threads: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -96,6 +99,9 @@ class LLM:
             cow_min_tokens=cow_min_tokens,
             eviction_policy=eviction_policy,
             max_cached_fraction=max_cached_fraction,
+            kv_host_gb=kv_host_gb,
+            kv_disk_path=kv_disk_path,
+            kv_disk_gb=kv_disk_gb,
             num_threads=num_threads,
         )
         loaded = load_model(config, on_progress=on_progress)

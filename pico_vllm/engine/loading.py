@@ -12,6 +12,7 @@ import torch
 
 from pico_vllm.cache.contiguous import ContiguousKV, NoKV
 from pico_vllm.cache.kv_pool import PagedKV
+from pico_vllm.cache.tiers.host_pool import HostPool
 from pico_vllm.config import hardware
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.config.model import ModelConfig
@@ -20,11 +21,13 @@ from pico_vllm.engine.batch_builder import BatchBuilder
 from pico_vllm.engine.cpu_graph import USES_BEFORE_CAPTURE, CpuGraphs
 from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.model_runner import KVCache, ModelRunner, Runner
+from pico_vllm.engine.tier_loading import allocate_host_pool, build_tiers
 from pico_vllm.errors import ConfigError, ModelLoadError
 from pico_vllm.layers.linear import OneDnnWeight
 from pico_vllm.layers.plain import PlainLayers
 from pico_vllm.models.gguf import GGUFSource
 from pico_vllm.models.hub import ModelFiles, read_hf_config, resolve_model
+from pico_vllm.models.identity import weights_identity
 from pico_vllm.models.llama import LlamaForCausalLM, parameter_shapes
 from pico_vllm.models.loader import WeightLoader, bytes_in_memory, own_format
 from pico_vllm.models.registry import MODELS
@@ -93,7 +96,12 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
         report("profiling memory", 1, 1)
     resolved = settle_kv_blocks(resolved, model_config, device, model.num_bytes, activation_bytes)
     resolved = settle_graphs(resolved, model)
-    engine = build_engine(model, model_config, resolved, tokenizer, device, report)
+    if resolved.has_lower_tiers:
+        is_dummy = resolved.load_format == "dummy"
+        identity = weights_identity(files, dummy_seed=resolved.seed if is_dummy else None)
+    else:
+        identity = b""
+    engine = build_engine(model, model_config, resolved, tokenizer, device, report, identity)
     engine.warm_up(USES_BEFORE_CAPTURE + 2 if resolved.cpu_graph == "on" else 1)
     logger.info("engine_ready %s", " ".join(f"{k}={v}" for k, v in describe(resolved).items()))
     return LoadedModel(engine, tokenizer, model_config, model.num_bytes)
@@ -384,22 +392,29 @@ def build_engine(
     tokenizer: Tokenizer | None,
     device: torch.device,
     on_progress: OnProgress = _tell_nobody,
+    weights_identity: bytes = b"",
 ) -> Engine:
+    """weights_identity: what blocks on disk are known by, beside the configuration."""
     assert config.max_num_seqs is not None
     vocab_size = model_config.vocab_size if tokenizer is None else tokenizer.vocab_size
+    host_pool, tiers = None, None
+    if config.has_lower_tiers:
+        dtype = TORCH_DTYPES[config.dtype]
+        host_pool = allocate_host_pool(model_config, config, dtype, device)
+        tiers = build_tiers(model_config, config, host_pool, weights_identity)
     if config.uses_triton:
         on_device = triton_loading.build_runner(
-            model, model_config, config, device, vocab_size=vocab_size
+            model, model_config, config, device, vocab_size=vocab_size, host_pool=host_pool
         )
         if on_device.graphs is not None and config.cuda_graph == "eager-start":
             on_device.capture_decodes(partial(on_progress, "capturing graphs"))
         runner: Runner = on_device
     else:
         sampler = Sampler(config.max_num_seqs, vocab_size, device)
-        runner = _plain_runner(model, model_config, config, sampler, device)
+        runner = _plain_runner(model, model_config, config, sampler, device, host_pool)
     return Engine(
         config,
-        Scheduler.from_config(config),
+        Scheduler.from_config(config, tiers),
         runner,
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids(model_config, tokenizer),
@@ -412,6 +427,7 @@ def _plain_runner(
     config: EngineConfig,
     sampler: Sampler,
     device: torch.device,
+    host_pool: HostPool | None,
 ) -> ModelRunner:
     assert config.max_model_len is not None and config.max_num_seqs is not None
     assert config.num_kv_blocks is not None
@@ -434,6 +450,7 @@ def _plain_runner(
             block_size=config.block_size,
             dtype=dtype,
             device=device,
+            host_pool=None if host_pool is None else host_pool.blocks,
         )
     batch_builder = BatchBuilder(
         max_num_seqs=config.max_num_seqs,

@@ -33,6 +33,14 @@ class KVCache(Protocol):
         """Asked for with a prefix cache only."""
         ...
 
+    def copy_out(self, copies: Sequence[BlockCopy]) -> None:
+        """Device to host; asked for with tiers below the device only, as is `copy_in`."""
+        ...
+
+    def copy_in(self, copies: Sequence[BlockCopy]) -> None:
+        """Host to device."""
+        ...
+
 
 class Model(Protocol):
     vocab_size: int
@@ -52,6 +60,10 @@ class Runner(Protocol):
     """Executes plans in the order in which they are launched."""
 
     def launch(self, plan: StepPlan) -> PendingResult: ...
+
+    def wait_for_transfers(self) -> None:
+        """Let what was begun of stores and loads end; results need not name those loads."""
+        ...
 
     def close(self) -> None:
         """Let what is under way end, and give back what does not go by itself."""
@@ -94,6 +106,13 @@ class ModelRunner:
         for new in plan.new_rows:
             self._sampler.set_row(new)
             self._prompt_logprobs.start(new)
+        if plan.stores:
+            self._kv.copy_out(plan.stores)
+        if plan.loads:
+            self._kv.copy_in(plan.loads)
+        loaded = (plan.number,) if plan.loads else ()
+        if not len(plan.rows):
+            return ReadyResult(StepResult(token_ids=np.zeros(0, np.int64), loaded=loaded))
         if plan.copies:
             self._kv.copy_blocks(plan.copies)
         batch = self._batch_builder.build(plan)
@@ -115,8 +134,14 @@ class ModelRunner:
         token_ids, logprobs = self._sample(plan, hidden_TE)
         self._batch_builder.append(plan, token_ids)
         return ReadyResult(
-            StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        )
+            StepResult(
+                token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+                loaded=loaded,
+            )
+        )  # fmt: skip
+
+    def wait_for_transfers(self) -> None:
+        """They were over when `launch` returned."""
 
     def close(self) -> None:
         """Nothing is under way between two launches, and memory goes with the objects."""

@@ -16,6 +16,7 @@ from pico_vllm.errors import ConfigError
 from pico_vllm.models.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:
+    from pico_vllm.cache.tiers.host_pool import HostPool
     from pico_vllm.engine.device_batch import Shape
     from pico_vllm.engine.triton_runner import TritonRunner
     from pico_vllm.layers.triton_linear import FedLayers
@@ -75,9 +76,11 @@ def build_runner(
     *,
     vocab_size: int,
     has_graphs: bool | None = None,
+    host_pool: HostPool | None = None,
 ) -> TritonRunner:
     """vocab_size: ids that the tokenizer knows. has_graphs: whatever the configuration says where
-    it is None."""
+    it is None. host_pool: of the tiers below the device."""
+    from pico_vllm.cache.tiers.streams import TierStreams
     from pico_vllm.cache.triton_kv import TritonKV
     from pico_vllm.engine.device_batch import DeviceBatchBuilder
     from pico_vllm.engine.loading import TORCH_DTYPES
@@ -114,6 +117,7 @@ def build_runner(
         max_model_len=config.max_model_len,
         has_graphs=config.cuda_graph != "off" if has_graphs is None else has_graphs,
         device=device,
+        tiers=None if host_pool is None else TierStreams(kv.device_pool, host_pool),
     )
 
 

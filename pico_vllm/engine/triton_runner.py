@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pico_vllm.cache.tiers.streams import TierStreams
 from pico_vllm.cache.triton_kv import TritonKV
 from pico_vllm.engine.cuda_graph import CudaGraphs, Tail, own_lens
 from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
@@ -91,12 +92,14 @@ class PendingStep:
         logprobs: _LogprobWords | None,
         event: torch.cuda.Event | None,
         prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]],
+        tiers: TierStreams | None = None,
     ) -> None:
         self._plan = plan
         self._host_ids = host_ids
         self._logprobs = logprobs
         self._event = event
         self._prompt_logprobs = prompt_logprobs
+        self._tiers = tiers
 
     def result(self) -> StepResult:
         if self._event is not None:
@@ -109,8 +112,22 @@ class PendingStep:
         token_ids = np.where(self._plan.is_sampled, ids, NO_TOKEN)
         logprobs = {} if self._logprobs is None else self._logprobs.read(token_ids.tolist())
         return StepResult(
-            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=self._prompt_logprobs
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            loaded=() if self._tiers is None else self._tiers.take_loaded(),
         )
+
+
+class PendingLoads:
+    """Of a plan without requests: somebody waits for loads alone."""
+
+    def __init__(self, tiers: TierStreams) -> None:
+        self._tiers = tiers
+
+    def result(self) -> StepResult:
+        loaded = self._tiers.take_loaded(waits=True)
+        return StepResult(token_ids=np.zeros(0, np.int64), loaded=loaded)
 
 
 class TritonRunner:
@@ -126,8 +143,10 @@ class TritonRunner:
         max_model_len: int,
         has_graphs: bool,
         device: torch.device,
+        tiers: TierStreams | None = None,
     ) -> None:
-        """vocab_size: ids that the tokenizer knows; the head may have more rows."""
+        """vocab_size: ids that the tokenizer knows; the head may have more rows. tiers: for plans
+        with stores and loads."""
         self._model = model
         self._kv = kv
         self._batch_builder = batch_builder
@@ -140,6 +159,7 @@ class TritonRunner:
             vocab_size=vocab_size,
         )
         self._device = device
+        self._tiers = tiers
         is_cuda = device.type == "cuda"
         self._ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         words = (max_num_seqs, num_words(MAX_LOGPROBS))
@@ -175,6 +195,10 @@ class TritonRunner:
             last_shape, last_tail, last_shared = self._last
             if last_shape.is_long or not are_long(own_lens(plan, last_shared)):  # which grow
                 return self._replay(plan, last_shape, last_tail, last_shared)
+        if self._tiers is not None:
+            self._tiers.launch(plan)
+            if not len(plan.rows):
+                return PendingLoads(self._tiers)
         if plan.copies:
             self._copy_blocks(plan.copies)
         for new in plan.new_rows:
@@ -235,12 +259,18 @@ class TritonRunner:
         sent.copy_(host[: 2 * count], non_blocking=True)
         self._kv.copy_blocks(sent.view(2, count))
 
+    def wait_for_transfers(self) -> None:
+        if self._tiers is not None:
+            self._tiers.wait()
+
     def close(self) -> None:
         """Graphs go before the memory that they refer to."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self.graphs is not None:
             self.graphs.clear()
+        if self._tiers is not None:
+            self._tiers.close()
 
     def capture_decodes(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile what steps of any size that has a graph launch, and capture those that decode."""
@@ -377,7 +407,7 @@ class TritonRunner:
         if self._events is not None:
             event = self._events[self._turn]
             event.record()
-        return PendingStep(plan, copies.read_ids, logprobs, event, prompt_logprobs)
+        return PendingStep(plan, copies.read_ids, logprobs, event, prompt_logprobs, self._tiers)
 
     def _copies_of(self, turn: int, R: int) -> _Copies:
         copies = self._views.get((turn, R))

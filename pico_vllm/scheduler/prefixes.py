@@ -10,12 +10,17 @@ others pass, until the blocks in common are published or the leader is gone, and
 old place. The leader runs and followers hold nothing, so nobody waits in a circle; and whoever has
 as much in common with a follower follows the same leader, so nobody else takes its turn.
 
+Who can have more from tiers below the device than the device has is held likewise while its blocks
+are read from disk and copied up; it then enters by what the device has, and whoever wants the same
+blocks waits with it. What is under way always ends, and a request waits at most MAX_WAITS times, so
+nobody waits for ever, though others may have taken the blocks again.
+
 Owner of: the leases of running requests, and the list of leaders and followers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +33,16 @@ MIN_AWAITED_TOKENS = 64
 """For fewer nobody is held: one step more costs about as much as computing them."""
 MIN_AWAITED_PART = 0.5
 """Nor where it is less than this part of what a request has to compute."""
+MAX_WAITS = 4
+"""For disk, for the copy up, and each once more with others."""
+
+
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """Blocks on their way up, and who waits for them."""
+
+    keys: list[bytes]
+    request_ids: list[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +67,10 @@ class Prefixes:
         self._leaders: dict[tuple[Node, Tokens], str] = {}
         self._last: tuple[tuple[str, int, int], Tokens, Match] | None = None
         """The last match, and what it is good for: the head of the line may ask in each step."""
+        self._last_chain: tuple[tuple[str, int], list[bytes]] | None = None
+        self._coming: dict[object, _Coming] = {}
+        """By what PrefixCache gave for it."""
+        self._coming_by_key: dict[bytes, _Coming] = {}
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
 
     def match(self, request: Request) -> Match:
@@ -99,6 +118,91 @@ class Prefixes:
         leader.followers.append((-(-num_awaited // self._block_size), request.request_id))
         return True
 
+    def bring_up(self, request: Request, match: Match) -> bool:
+        """Let a request that waits, and for which there is room, wait for what tiers below the
+        device have after its match, if that pays."""
+        cache, tiers, params = self.cache, self.cache.tiers, request.params
+        if tiers is None or tiers.is_empty or request.num_waits >= MAX_WAITS:
+            return False
+        if params.prompt_logprobs is not None:
+            return False
+        tokens, salt = self._match(request)[0], params.cache_salt or ""
+        keys = self._chain(request, tokens)
+        first = len(match.block_ids)
+        if first == len(keys):
+            return False
+        coming = self._coming_by_key.get(keys[first])
+        if coming is not None:
+            coming.request_ids.append(request.request_id)
+            request.num_waits += 1
+            return True
+        of_blocks = tokens[first * self._block_bytes : len(keys) * self._block_bytes]
+        num_host, num_any = tiers.num_found(keys[first:], of_blocks)
+        # What is copied within the device takes no time to speak of.
+        num_saved = num_any * self._block_size - match.num_copied
+        is_on_disk = num_any > num_host and tiers.pays_to_fetch(num_saved)
+        under_way: object | None = None
+        stop = first + num_any
+        if is_on_disk:
+            under_way = cache.begin_fetch(tokens, keys[:stop], first, salt)
+        num_saved = num_host * self._block_size - match.num_copied
+        if under_way is None and num_host and tiers.pays_to_load(num_saved):
+            stop = first + num_host
+            under_way = cache.begin_load(match, salt, params.priority, tokens, keys[:stop])
+        if under_way is None:
+            return False
+        request.num_waits += 1
+        coming = _Coming(keys[first:stop], [request.request_id])
+        self._coming[under_way] = coming
+        self._coming_by_key.update(dict.fromkeys(coming.keys, coming))
+        return True
+
+    def _chain(self, request: Request, tokens: Tokens) -> list[bytes]:
+        """Of the whole blocks that a request may have from the cache."""
+        key = (request.request_id, request.num_tokens)
+        if self._last_chain is None or self._last_chain[0] != key:
+            num_blocks = (request.num_tokens - 1) // self._block_size
+            most = tokens[: num_blocks * self._block_bytes]
+            chain = self.cache.chain(most, request.params.cache_salt or "")
+            self._last_chain = (key, chain)
+        return self._last_chain[1]
+
+    @property
+    def has_new_transfers(self) -> bool:
+        return self.cache.tiers is not None and self.cache.tiers.has_new_transfers
+
+    @property
+    def is_waiting_below(self) -> bool:
+        """Whether something is on its way up."""
+        return bool(self._coming) or self.cache.num_loading_blocks > 0
+
+    def transferred(self, plan_number: int, loaded: tuple[int, ...]) -> None:
+        """A plan is committed, and the loads of some are done: who waited for them may enter."""
+        if self.cache.tiers is not None:
+            self._have_come(self.cache.transferred(plan_number, loaded))
+
+    def look_at_disk(self, timeout_s: float = 0.0) -> None:
+        """Let those enter whose blocks were read; where nobody has anything else to do, wait for
+        that."""
+        if self.cache.tiers is not None:
+            if timeout_s and self.cache.tiers.num_fetches:
+                self.cache.tiers.wait_for_disk(timeout_s)
+            self._have_come(self.cache.tiers.poll())
+
+    def drop_transfers(self) -> None:
+        """After a step that failed: who waits for loads computes, or asks again."""
+        if self.cache.tiers is not None:
+            self._have_come(self.cache.drop_transfers())
+
+    def _have_come(self, ended: Sequence[object]) -> None:
+        for each in ended:
+            coming = self._coming.pop(each)
+            for key in coming.keys:
+                if self._coming_by_key.get(key) is coming:
+                    del self._coming_by_key[key]
+            for request_id in coming.request_ids:
+                self._let_go(request_id)
+
     def enter(self, request: Request, match: Match) -> int:
         """Give a request what was just matched; returns its number of tokens."""
         params = request.params
@@ -108,6 +212,7 @@ class Prefixes:
         running = self._running[request.request_id] = _Running(lease, tokens)
         request.block_ids = list(match.block_ids)
         self._lead(request.request_id, running)
+        request.num_waits = 0
         num_cached = self.num_cached_tokens(match)
         if request.num_cached_tokens is None:
             self.cache.count(request.num_tokens, num_cached)
@@ -160,12 +265,12 @@ class Prefixes:
         request.block_ids = []
         self._let_go_of(running, None)
 
-    def reset(self) -> None:
+    def reset(self, *, with_tiers: bool = True) -> None:
         """Forget what is cached. Of the running none may have a source."""
         for request_id, running in self._running.items():
             self._stop_leading(request_id, running)
             self._let_go_of(running, None)
-        self.cache.reset()
+        self.cache.reset(with_tiers=with_tiers)
 
     def _lead(self, request_id: str, running: _Running) -> None:
         """Note where the next full block of a prompt will hang."""
@@ -204,6 +309,8 @@ class Prefixes:
                 path = node.block_ids + path
                 node = node.parent
             assert path == request.block_ids[: lease.num_blocks], "a lease on others' blocks"
+        for coming in self._coming_by_key.values():
+            assert coming in self._coming.values(), "one would wait for ever"
         for key, request_id in self._leaders.items():
             assert self._running[request_id].key == key
 

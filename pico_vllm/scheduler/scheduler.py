@@ -31,10 +31,17 @@ evicted and takes it anew does so in a later plan, and that is the fence again. 
 copies, which a runner makes before a plan's forward pass: the source stays locked until the plan
 is made, so that it is given to nobody in the same plan; in later ones it may be.
 
+With tiers below the device (cache/tiers/lower.py) evicted blocks are stored in host memory by the
+plan that gives them to somebody else, before its forward pass. A request with blocks there is held
+in line (scheduler/prefixes.py) while a plan's loads bring them up beside the steps of others; they
+are published when a result says that the loads are done. Blocks that loads hold come free, so who
+lacks some waits for that rather than being preempted, and a plan without requests lets a runner
+wait.
+
 Invariant (`check_invariants`): every running request holds exactly ceil(tokens with KV /
 block_size) blocks (fewer by the copy that is still to be planned, where it just entered), each
-block has as many holders as requests hold it and the cache does, rows are unique, and who waits
-holds nothing.
+block has as many holders as requests and loads hold it and the cache does, rows are unique, and who
+waits holds nothing.
 """
 
 from __future__ import annotations
@@ -50,11 +57,12 @@ from numpy.typing import NDArray
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.prefix_cache import CacheStats, PrefixCache
 from pico_vllm.cache.radix_tree import Match
+from pico_vllm.cache.tiers.lower import LowerTiers
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
 from pico_vllm.scheduler.policy import MAX_RANKED, POLICIES, PREEMPTING, RANKED_BY_PREFIX
-from pico_vllm.scheduler.prefixes import Prefixes
+from pico_vllm.scheduler.prefixes import MAX_WAITS, Prefixes
 from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.rows import Rows
 from pico_vllm.step import (
@@ -70,6 +78,8 @@ from pico_vllm.step import (
 WATERMARK = 0.03
 """Part of the pool that must stay free when a request enters beside others: without it, one that
 just entered would be preempted for the next block of an older one (docs/log.md has figures)."""
+DISK_WAIT_S = 0.005
+"""For what is read from disk, before a schedule without anything to do returns."""
 ENOUGH_TOKENS = 2048
 """Of other prompts in a step, from which on a prompt is not cut that the next step takes whole: the
 time of such steps goes by their tokens, and those of a prompt's second piece take longer."""
@@ -118,6 +128,9 @@ class Scheduler:
             blocks.num_device_blocks * block_size / tokens_per_step
         )
         """The second term: to compute what preempted requests had, at most the pool, once more."""
+        if prefix_cache is not None and prefix_cache.tiers is not None:
+            # Whoever is next may have to wait so often, and each time begins and ends in a step.
+            self._max_fruitless_steps *= 1 + MAX_WAITS
         self._num_fruitless_steps = 0
         self._last_plan: StepPlan | None = None
         """Where all that run decoded in it."""
@@ -130,9 +143,9 @@ class Scheduler:
         self._all_true.flags.writeable = False
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Scheduler:
-        """With a pool and, where that is on, a prefix cache of its own. config: resolved, but for
-        what only models and devices need."""
+    def from_config(cls, config: EngineConfig, tiers: LowerTiers | None = None) -> Scheduler:
+        """With a pool and, where that is on, a prefix cache of its own, above these tiers. config:
+        resolved, but for what only models and devices need."""
         assert config.num_kv_blocks is not None and config.max_num_seqs is not None
         assert config.max_num_batched_tokens is not None
         blocks = BlockManager(config.num_kv_blocks)
@@ -144,6 +157,7 @@ class Scheduler:
                 cow_min_tokens=config.cow_min_tokens,
                 eviction_policy=config.eviction_policy,
                 max_cached_fraction=config.max_cached_fraction,
+                tiers=tiers,
             )
         return cls(
             blocks,
@@ -164,8 +178,23 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    def plan_to_save(self, timeout_s: float) -> StepPlan | None:
+        """A plan that stores some cached blocks below the device, to be written to disk. None when
+        there are no more, no disk, or it takes longer."""
+        if self._prefixes is None or not self._prefixes.cache.put_below(timeout_s):
+            return None
+        nobody = np.zeros(0, np.int32)
+        return self._make_plan(nobody, nobody, nobody, None)
+
+    def close(self) -> None:
+        """Let the tiers below the device end what they are at."""
+        if self._prefixes is not None and self._prefixes.cache.tiers is not None:
+            self._prefixes.cache.tiers.close()
+
     def has_work(self) -> bool:
-        return bool(self._running) or len(self._waiting) > 0
+        if self._running or len(self._waiting) > 0:
+            return True
+        return self._prefixes is not None and self._prefixes.cache.num_loading_blocks > 0
 
     def add(self, request: Request) -> None:
         """Put a request in line. It must fit the pool alone: the engine refuses it otherwise."""
@@ -182,14 +211,15 @@ class Scheduler:
         self._finish(request, FinishReason.ABORT)
         return True
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Requests that run go on with the blocks that they hold."""
+    def reset_prefix_cache(self, *, with_tiers: bool = True) -> None:
+        """Forget all cached prefixes, with_tiers those below the device too. Requests that run go
+        on with the blocks that they hold."""
         if self._prefixes is None:
             return
         for request in self._running.values():
             if self._rows.is_entering[request.row]:
                 self._drop_source(request)
-        self._prefixes.reset()
+        self._prefixes.reset(with_tiers=with_tiers)
 
     def cache_stats(self) -> CacheStats:
         return CacheStats() if self._prefixes is None else self._prefixes.cache.stats()
@@ -211,11 +241,14 @@ class Scheduler:
         Raises:
             RuntimeError: for many steps no request has got on.
         """
+        if self._prefixes is not None:
+            self._prefixes.look_at_disk()
         self._watch_progress()
         self._admit()
         rows, state = self._rows.in_order(), self._rows
         last = self._last_plan
-        if self._num_repeats > 0 and last is not None and rows is last.rows:
+        has_transfers = self._prefixes is not None and self._prefixes.has_new_transfers
+        if self._num_repeats > 0 and last is not None and rows is last.rows and not has_transfers:
             return self._repeat(last)
         num_sampled = state.num_sampled[rows]
         # One whose last token is under way has nothing left to compute.
@@ -255,7 +288,7 @@ class Scheduler:
                 rows, context_lens, query_lens, missing = (
                     each[is_kept] for each in (rows, context_lens, query_lens, missing)
                 )
-        if not len(rows):
+        if not len(rows) and not self._has_transfers():
             return None
         return self._make_plan(rows, context_lens, query_lens, missing)
 
@@ -299,8 +332,10 @@ class Scheduler:
                 reason = reasons[index] = _end_of(request, token_id)
                 if reason is not None:
                     self._finish(request, reason)
-        if self._prefixes is not None and plan.num_decodes < len(token_ids):
-            self._publish_prompts(plan, running)
+        if self._prefixes is not None:
+            if plan.num_decodes < len(token_ids):
+                self._publish_prompts(plan, running)
+            self._prefixes.transferred(plan.number, result.loaded)
         if FinishReason.ERROR in reasons:
             # KV that was published before may be what gave the bad logits.
             self.reset_prefix_cache()
@@ -320,6 +355,16 @@ class Scheduler:
             num_cached_tokens=num_cached,
         )
 
+    def _has_transfers(self) -> bool:
+        """Whether a step without requests is of use: it takes loads along, or waits for some."""
+        if self._prefixes is None:
+            return False
+        if self._prefixes.cache.num_loading_blocks == 0:
+            if not self._running:
+                self._prefixes.look_at_disk(DISK_WAIT_S)
+            return False
+        return True
+
     def _publish_prompts(self, plan: StepPlan, running: dict[str, Request]) -> None:
         """Let others have what a committed step computed of prompts."""
         assert self._prefixes is not None
@@ -337,6 +382,7 @@ class Scheduler:
     def fail(self, plan: StepPlan | None) -> StepEvents:
         """End the requests of a step that raised, preempted meanwhile or not; without a plan, all
         that run, or the head of the line where none does. What they generated before stays theirs.
+        Copies to and from lower tiers have ended by now, and nothing that they filled is used.
 
         Requests that `commit` had ended are named too: nobody was told of them.
         """
@@ -350,6 +396,8 @@ class Scheduler:
             request = self._waiting.remove(request_id) or self._running.get(request_id)
             if request is not None:
                 self._finish(request, FinishReason.ERROR)
+        if self._prefixes is not None:
+            self._prefixes.drop_transfers()
         return StepEvents(
             request_ids=request_ids,
             token_ids=(NO_TOKEN,) * len(request_ids),
@@ -378,6 +426,8 @@ class Scheduler:
         than it ever was: plans that nobody gains by would follow each other for ever."""
         if not self.has_work():
             return
+        if self._prefixes is not None and self._prefixes.is_waiting_below:
+            return  # which ends
         if self._num_fruitless_steps >= self._max_fruitless_steps:
             num_steps, self._num_fruitless_steps = self._num_fruitless_steps, 0
             rows = self._rows.in_order()
@@ -417,6 +467,12 @@ class Scheduler:
                     return
                 unclaimed = None
                 continue
+            if self._prefixes is not None and match is not None:
+                is_held = self._prefixes.bring_up(request, match)
+                if is_held:
+                    self._waiting.hold()
+                    unclaimed = None
+                    continue
             self._waiting.pop()
             assert unclaimed is not None
             unclaimed -= needed
@@ -526,6 +582,8 @@ class Scheduler:
         soon_free = sum(
             int(state.num_blocks[row]) for row in state.in_order().tolist() if state.is_ending(row)
         )
+        if self._prefixes is not None:
+            soon_free += self._prefixes.cache.num_loading_blocks
         live = self._live_in_line()
         while lacking > soon_free:
             victim = live.pop()
@@ -617,6 +675,11 @@ class Scheduler:
                 copies = self._copies_for(entering)
         number = self._num_plans
         self._num_plans += 1
+        stores: tuple[BlockCopy, ...] = ()
+        loads: tuple[BlockCopy, ...] = ()
+        if self._prefixes is not None and self._prefixes.has_new_transfers:
+            assert self._prefixes.cache.tiers is not None
+            stores, loads = self._prefixes.cache.tiers.take_transfers(number)
         plan = StepPlan(
             number=number,
             request_ids=state.request_ids(rows),
@@ -628,9 +691,11 @@ class Scheduler:
             new_rows=tuple(new_rows),
             new_blocks=tuple(new_blocks),
             copies=tuple(copies),
+            stores=stores,
+            loads=loads,
         )
         self._last_plan = None
-        if num_decodes == len(rows) and rows is state.in_order():
+        if 0 < num_decodes == len(rows) and rows is state.in_order():
             tokens_left = state.max_sampled[rows] - state.num_sampled[rows]
             slots_left = state.num_blocks[rows] * self._block_size - ends
             self._num_repeats = int(np.minimum(tokens_left, slots_left).min())
@@ -732,6 +797,7 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.check_invariants(running)
             holders.update(self._prefixes.cache.block_ids())
+            holders.update(self._prefixes.cache.loading_block_ids())
         else:
             assert holders.total() == len(holders), "a block held by two requests"
         for block_id, num_holders in holders.items():

@@ -98,7 +98,7 @@ def test_the_scheduler_sees_no_tensor_of_the_cache() -> None:
     other."""
     for path in (PACKAGE / "scheduler").glob("*.py"):
         cache = {module for module in _imports(path) if module.startswith("pico_vllm.cache")}
-        names = ("block_manager", "prefix_cache", "radix_tree")
+        names = ("block_manager", "prefix_cache", "radix_tree", "tiers.lower")
         assert cache <= {f"pico_vllm.cache.{name}" for name in names}, path.name
     for name, others in (("block_manager", set()), ("radix_tree", {"pico_vllm.cache.eviction"})):
         found = _imports(PACKAGE / f"cache/{name}.py")

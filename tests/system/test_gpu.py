@@ -150,6 +150,41 @@ def test_a_prefix_attended_once_changes_no_token_in_fp32(
         assert bool(shared) == shares
 
 
+def test_prefixes_below_the_device_change_no_token_in_fp32(
+    subject: Subject, tmp_path: Path
+) -> None:
+    """In a pool that holds a part of them, with graphs and overlap, prompts whose blocks come up
+    from pinned memory, or after a restart from disk, give transformers' ids."""
+    headers = random_prompts([40, 96, 130, 77], seed=5)
+    owns = random_prompts([0, 1, 16, 30], seed=6)
+    prompts = [header + own for header in headers for own in owns]
+    wanted = [subject.greedy(prompt, 24) for prompt in prompts]
+    settings = SETTINGS | {"dtype": "float32", "num_kv_blocks": 24, "max_model_len": 192}
+    settings |= {
+        "enable_prefix_caching": "on",
+        "kv_host_gb": 0.25,
+        "kv_disk_path": str(tmp_path),
+        "kv_disk_gb": 0.5,
+    }
+    for kernels in ("triton", "triton", "attention", "plain"):
+        with LLM(subject.folder, kernels=kernels, **settings) as llm:
+            tiers = llm.engine._scheduler._prefixes.cache.tiers
+            assert tiers is not None
+            tiers._min_host_tokens = tiers._min_disk_tokens = 1
+            for _ in range(2):
+                assert _answers(llm, prompts, 24) == wanted, kernels
+                tiny.assert_idle(llm)
+            counters = tiers.counters
+        assert counters.num_stored_blocks > 20 and counters.num_loaded_blocks > 20
+        assert counters.num_failed_reads == 0
+    with LLM(subject.folder, kernels="triton", **settings) as llm:
+        tiers = llm.engine._scheduler._prefixes.cache.tiers
+        assert tiers is not None
+        tiers._min_host_tokens = tiers._min_disk_tokens = 1
+        assert _answers(llm, prompts, 24) == wanted
+    assert tiers.counters.num_disk_hit_tokens > 0
+
+
 def test_bf16_logits_are_as_near_as_transformers_own(subject: Subject) -> None:
     """The bf16 error against fp32 transformers is at most twice that of transformers in bf16, in
     prefill and in decode steps."""

@@ -32,7 +32,8 @@ SETTINGS = {
     "max_num_batched_tokens": 8,
     "kernels": "triton",
 }
-PLAIN = SETTINGS | {"kernels": "plain", "overlap": "off"}
+PLAIN_KERNELS = {"kernels": "plain", "overlap": "off"}
+PLAIN = SETTINGS | PLAIN_KERNELS
 PROMPTS = [[5, 9, 200], list(range(7, 17))]
 
 
@@ -286,3 +287,22 @@ def test_a_preempted_request_goes_on_as_it_would_have(model: Path) -> None:
     assert ours.token_ids == theirs.token_ids and len(ours.token_ids) == 4
     assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-4)
     assert len(found.prompt_logprobs or ()) == len(PROMPTS[0])
+
+
+def test_prefixes_below_the_device(model: Path) -> None:
+    """Blocks that others have taken come up from host memory, by a plan without requests where
+    nobody else computes, and give the tokens of plain operations."""
+    settings = SETTINGS | {"num_kv_blocks": 3, "max_model_len": 24, "max_num_seqs": 1}
+    prompts = [list(range(7, 16)), list(range(50, 67))]
+    with LLM(str(model), **(settings | PLAIN_KERNELS)) as llm:
+        wanted = [llm.generate(prompt, greedy(1))[0].outputs for prompt in prompts]
+    # The other kernels take the interpreter long, and copy nothing.
+    with LLM(str(model), **(settings | {"kernels": "attention"}), kv_host_gb=1e-3) as llm:
+        tiers = llm.engine._scheduler._prefixes.cache.tiers
+        assert tiers is not None
+        tiers._min_host_tokens = 1
+        for index in (0, 1, 0):
+            output = llm.generate(prompts[index], greedy(1))[0]
+            assert output.outputs == wanted[index]
+        assert (output.num_cached_tokens, tiers.counters.num_loaded_blocks) == (8, 1)
+        tiny.assert_idle(llm)

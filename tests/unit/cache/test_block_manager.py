@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pico_vllm.cache.block_manager import NULL_BLOCK, BlockManager
-from pico_vllm.cache.kv_pool import PagedKV
+from pico_vllm.cache.kv_pool import PagedKV, allocate_pool
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.step import BlockCopy
 
@@ -221,10 +221,12 @@ def pools(num_device: int = 6, num_host: int = 5) -> PagedKV:
     kv = PagedKV(
         CONFIG,
         num_device_blocks=num_device,
-        num_host_blocks=num_host,
         block_size=4,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        host_pool=allocate_pool(
+            num_host, 4, CONFIG, dtype=torch.float32, device=torch.device("cpu")
+        ),
     )
     kv.device_pool.copy_(torch.arange(kv.device_pool.numel()).view(kv.device_pool.shape))
     kv.host_pool.copy_(-torch.arange(1, kv.host_pool.numel() + 1).view(kv.host_pool.shape))

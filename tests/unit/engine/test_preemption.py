@@ -4,6 +4,7 @@ happens to a request, it answers what it answers alone."""
 from __future__ import annotations
 
 import itertools
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -224,7 +225,12 @@ class EngineMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, failing steps and preemptions in a random pool, with and without a
     prefix cache."""
 
+    caches: tuple[dict[str, Any] | None, ...] = (None, *CACHES, *CACHES)
+    tiers: tuple[dict[str, Any] | None, ...] = (None,)
+    """Below the device: of `simulated_engine`; the disk's folder is made here."""
+
     @initialize(
+        data=st.data(),
         block_size=st.sampled_from([1, 3, 8, 16]),
         num_blocks=st.integers(2, 12),
         max_num_seqs=st.integers(1, 5),
@@ -232,11 +238,11 @@ class EngineMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         policy=st.sampled_from(list(POLICIES)),
         max_prompt_tokens=st.sampled_from([None, None, 1, 5]),
-        cache=st.sampled_from([None, *CACHES, *CACHES]),
         min_awaited_tokens=st.sampled_from([1, 6, 64]),
     )
     def start(
         self,
+        data: st.DataObject,
         block_size: int,
         num_blocks: int,
         max_num_seqs: int,
@@ -244,9 +250,12 @@ class EngineMachine(RuleBasedStateMachine):
         overlap: bool,
         policy: str,
         max_prompt_tokens: int | None,
-        cache: dict[str, Any] | None,
         min_awaited_tokens: int,
     ) -> None:
+        tiers = data.draw(st.sampled_from(self.tiers))
+        self.folder = tempfile.TemporaryDirectory() if tiers and "num_records" in tiers else None
+        if tiers is not None and self.folder is not None:
+            tiers = tiers | {"disk": self.folder.name}
         self.engine = simulated_engine(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -255,8 +264,10 @@ class EngineMachine(RuleBasedStateMachine):
             overlap=overlap,
             policy=policy,
             max_prompt_tokens=max_prompt_tokens,
-            cache=cache,
+            cache=data.draw(st.sampled_from(self.caches)),
             min_awaited_tokens=min_awaited_tokens,
+            tiers=tiers,
+            max_load_delay=data.draw(st.integers(0, 4)) if tiers else 0,
         )
         self.clients = Clients(self.engine)
         self.num_tokens = num_blocks * block_size
@@ -326,6 +337,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.clients.check()
             errors = list(self.clients.ended.values()).count(FinishReason.ERROR)
             assert errors <= self.num_failing, "an error that nobody planted"
+            if self.folder is not None:
+                self.engine._scheduler.close()
+                self.folder.cleanup()
 
 
 TestEngineMachine = EngineMachine.TestCase

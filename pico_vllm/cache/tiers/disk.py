@@ -1,0 +1,288 @@
+"""DiskTier: blocks in one file, which outlives the process. Host only.
+
+The file is a header, a table with an entry for each record, and the records: a block's tokens, then
+its KV. The header names what the KV was computed with (`identity`) and its layout; a file of
+another is begun anew, and a file that is not ours is left alone. An entry is written after its
+record and taken back before another record is written there. Both have checksums, so what a crash,
+a full disk or somebody else left half done is not found, or found to be damaged when it is read:
+a miss. The file is read and written, not mapped: a mapped one that was truncated, or whose disk
+fails, ends the process.
+
+Owner of: the file and the order in which its records go. Invariant: an entry in memory is of a
+record that was written whole by this process, or whose entry in the table was whole at start. An
+error of the system disables the tier, with one line in the log: it holds nothing from then on, and
+nobody else notices.
+
+`read` and `write` are for one thread; `contains` may be asked by any, and `clear` waits for the
+others.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pico_vllm.cache.tiers.chain import Key
+from pico_vllm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"PICOKV\r\n"
+VERSION = 1
+HEADER_BYTES = 4096
+_HEADER = struct.Struct("<8sII32sQ")
+"""Magic, version, bytes of the layout, identity, number of records. Then the layout, and a CRC."""
+_ENTRY = struct.Struct("<32s32sQI")
+"""Key, parent's key, number of the write, CRC of the record. Then a CRC of these."""
+ENTRY_BYTES = _ENTRY.size + 4
+_BLANK = bytes(ENTRY_BYTES)
+ALIGNMENT = 4096
+
+
+@dataclass(slots=True)
+class _Record:
+    index: int
+    parent: Key
+    crc: int
+
+
+class DiskTier:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        max_bytes: int,
+        layout: Mapping[str, object],
+        identity: bytes,
+        block_tokens_bytes: int,
+        block_bytes: int,
+    ) -> None:
+        """Find again what the folder has for this identity, or begin.
+
+        layout: of a block, for people and for the header. max_bytes: of the file.
+
+        Raises:
+            ConfigError: the folder cannot be used, is in use, or max_bytes hold no block.
+        """
+        self._tokens_bytes, self._block_bytes = block_tokens_bytes, block_bytes
+        self._stride = -(-(block_tokens_bytes + block_bytes) // ALIGNMENT) * ALIGNMENT
+        self.num_records = (max_bytes - HEADER_BYTES - ALIGNMENT) // (self._stride + ENTRY_BYTES)
+        if self.num_records < 1:
+            raise ConfigError(
+                f"kv_disk_gb gives {max_bytes} bytes, and one block takes {self._stride}; raise it",
+                param="kv_disk_gb",
+            )
+        table_end = HEADER_BYTES + self.num_records * ENTRY_BYTES
+        self._first = -(-table_end // ALIGNMENT) * ALIGNMENT
+        self._records: OrderedDict[Key, _Record] = OrderedDict()
+        """The one whose last use is longest ago first."""
+        self._free: list[int] = []
+        self._num_writes = 0
+        self._lock = threading.Lock()
+        self._is_noted = False
+        self.is_alive = True
+        self.num_damaged = 0
+        name = sha256(identity + json.dumps(layout, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = Path(folder) / f"pico-vllm-{name}.kv"
+        self._fd = self._open()
+        try:
+            self._find_again(self._header(layout, identity))
+        except OSError as error:
+            self._disable(error)
+
+    def _open(self) -> int:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Whoever reads the file reads the prompts.
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"kv_disk_path {self.path.parent} cannot be written to: {error.strerror}; name a "
+                "folder of your own on a disk with room",
+                param="kv_disk_path",
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"{self.path} is in use by another engine; name another kv_disk_path, or stop that "
+                "one",
+                param="kv_disk_path",
+            ) from error
+        return fd
+
+    def _header(self, layout: Mapping[str, object], identity: bytes) -> bytes:
+        text = json.dumps(layout, sort_keys=True).encode()
+        fields = _HEADER.pack(MAGIC, VERSION, len(text), identity, self.num_records) + text
+        header = fields + struct.pack("<I", crc32(fields))
+        assert len(header) <= HEADER_BYTES, "a layout that is too long"
+        return header.ljust(HEADER_BYTES, b"\0")
+
+    def _find_again(self, header: bytes) -> None:
+        found = os.pread(self._fd, HEADER_BYTES, 0)
+        if found and not found.startswith(MAGIC):
+            self._note("not a file of Pico-vLLM's, which is left alone")
+            self.is_alive = False
+            return
+        if found != header:
+            if found:
+                self._note("of another version, model or size, or damaged: begun anew")
+            os.ftruncate(self._fd, 0)
+            self._write_all([header], 0)
+            found = b""
+        if found:
+            table = os.pread(self._fd, self.num_records * ENTRY_BYTES, HEADER_BYTES)
+            self._read_table(table)
+        taken = {record.index for record in self._records.values()}
+        self._free = [i for i in range(self.num_records - 1, -1, -1) if i not in taken]
+
+    def _read_table(self, table: bytes) -> None:
+        entries = []
+        for index in range(len(table) // ENTRY_BYTES):
+            raw = table[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES]
+            if raw == _BLANK:
+                continue
+            fields, crc = raw[:-4], int.from_bytes(raw[-4:], "little")
+            if crc32(fields) != crc:
+                self._note_damage()
+                continue
+            key, parent, number, record_crc = _ENTRY.unpack(fields)
+            entries.append((number, key, _Record(index, parent, record_crc)))
+        entries.sort(key=lambda entry: entry[0])
+        for number, key, record in entries:
+            self._records[key] = record
+            self._num_writes = number + 1
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def contains(self, key: Key) -> bool:
+        return key in self._records
+
+    def write(
+        self,
+        key: Key,
+        parent: Key,
+        tokens: bytes,
+        kv: NDArray[np.uint8],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Keep a block, in place of the one whose last use is longest ago if need be. False if it
+        was there, the tier is disabled, or the block is not wanted, which is asked when no `clear`
+        can come between."""
+        assert len(tokens) == self._tokens_bytes and kv.nbytes == self._block_bytes
+        with self._lock:
+            if not self.is_alive or key in self._records or not is_wanted():
+                return False
+            try:
+                self._write(key, parent, tokens, kv)
+            except OSError as error:
+                self._disable(error)
+                return False
+        return True
+
+    def _write(self, key: Key, parent: Key, tokens: bytes, kv: NDArray[np.uint8]) -> None:
+        if self._free:
+            index = self._free.pop()
+        else:
+            index = self._records.popitem(last=False)[1].index
+        self._write_all([_BLANK], self._entry_at(index))
+        self._write_all([tokens, memoryview(kv)], self._record_at(index))
+        crc = crc32(kv, crc32(tokens))
+        fields = _ENTRY.pack(key, parent, self._num_writes, crc)
+        self._num_writes += 1
+        entry = fields + struct.pack("<I", crc32(fields))
+        self._write_all([entry], self._entry_at(index))
+        self._records[key] = _Record(index, parent, crc)
+
+    def read(self, key: Key, parent: Key, tokens: bytes, out: NDArray[np.uint8]) -> bool:
+        """Fill `out` with a block's KV. False, and anything in it, if it is not there, or not whole
+        and of these tokens."""
+        with self._lock:
+            record = self._records.get(key)
+            if not self.is_alive or record is None:
+                return False
+            found = bytearray(self._tokens_bytes)
+            try:
+                count = os.preadv(self._fd, [found, memoryview(out)], self._record_at(record.index))
+                is_whole = (
+                    count == self._tokens_bytes + self._block_bytes
+                    and found == tokens
+                    and record.parent == parent
+                    and crc32(out, crc32(found)) == record.crc
+                )
+                if is_whole:
+                    self._records.move_to_end(key)
+                    return True
+                self._note_damage()
+                del self._records[key]
+                self._free.append(record.index)
+                self._write_all([_BLANK], self._entry_at(record.index))
+            except OSError as error:
+                self._disable(error)
+        return False
+
+    def clear(self) -> None:
+        """Forget all, also for those who come later."""
+        with self._lock:
+            if not self.is_alive:
+                return
+            self._free = list(range(self.num_records - 1, -1, -1))
+            self._records.clear()
+            try:
+                os.ftruncate(self._fd, HEADER_BYTES)
+            except OSError as error:
+                self._disable(error)
+
+    def close(self) -> None:
+        with self._lock:
+            self.is_alive = False
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def __del__(self) -> None:
+        # The file is locked as long as it is open, also for whoever tries again in this process.
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+
+    def _entry_at(self, index: int) -> int:
+        return HEADER_BYTES + index * ENTRY_BYTES
+
+    def _record_at(self, index: int) -> int:
+        return self._first + index * self._stride
+
+    def _write_all(self, parts: list[bytes | memoryview], at: int) -> None:
+        if os.pwritev(self._fd, parts, at) != sum(memoryview(each).nbytes for each in parts):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _disable(self, error: OSError) -> None:
+        self.is_alive = False
+        self._records.clear()
+        logger.warning(
+            "kv_disk_disabled path=%s: %s; requests go on without it", self.path, error.strerror
+        )
+
+    def _note_damage(self) -> None:
+        self.num_damaged += 1
+        self._note("damaged in places, which are computed anew")
+
+    def _note(self, what: str) -> None:
+        if not self._is_noted:
+            self._is_noted = True
+            logger.warning("kv_disk_file path=%s: %s", self.path, what)

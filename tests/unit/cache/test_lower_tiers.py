@@ -1,0 +1,387 @@
+"""Host tier, disk tier, and what lies between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pico_vllm.cache.block_manager import BlockManager
+from pico_vllm.cache.prefix_cache import PrefixCache
+from pico_vllm.cache.tiers import disk as disk_module
+from pico_vllm.cache.tiers.chain import chain_keys, root_key
+from pico_vllm.cache.tiers.disk import ALIGNMENT, ENTRY_BYTES, HEADER_BYTES, DiskTier
+from pico_vllm.cache.tiers.disk_thread import DiskThread
+from pico_vllm.cache.tiers.host import HostTier
+from pico_vllm.cache.tiers.lower import LowerTiers
+from pico_vllm.errors import ConfigError
+from pico_vllm.step import BlockCopy
+
+BLOCK_BYTES = 5000
+TOKENS_BYTES = 16
+LAYOUT = {"block_size": 4, "dtype": "float32"}
+ROOT = root_key(bytes(32), "")
+
+
+def block(number: int) -> tuple[bytes, bytes, bytes, NDArray[np.uint8]]:
+    """Key, parent, tokens and KV of one of a chain of blocks."""
+    tokens = np.arange(4 * (number + 1), dtype=np.int32).tobytes()
+    keys = [ROOT, *chain_keys(ROOT, tokens, TOKENS_BYTES)]
+    kv = np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
+    return keys[-1], keys[-2], tokens[-TOKENS_BYTES:], kv
+
+
+def disk_of(folder: Path, *, num_records: int = 8, **others: Any) -> DiskTier:
+    settings: dict[str, Any] = {
+        "max_bytes": 2 * ALIGNMENT + num_records * (2 * ALIGNMENT + ENTRY_BYTES),
+        "layout": LAYOUT,
+        "identity": bytes(32),
+        "block_tokens_bytes": TOKENS_BYTES,
+        "block_bytes": BLOCK_BYTES,
+    }
+    return DiskTier(str(folder), **(settings | others))
+
+
+def is_there(disk: DiskTier, number: int) -> bool:
+    """Whether a block is read, and bit for bit."""
+    key, parent, tokens, kv = block(number)
+    out = np.zeros(BLOCK_BYTES, np.uint8)
+    is_read = disk.read(key, parent, tokens, out)
+    assert not is_read or np.array_equal(out, kv), "garbage"
+    return is_read
+
+
+def which(disk: DiskTier, count: int = 12) -> list[int]:
+    return [number for number in range(count) if is_there(disk, number)]
+
+
+def write(disk: DiskTier, *numbers: int) -> None:
+    for number in numbers:
+        assert disk.write(*block(number))
+
+
+def test_chain_keys() -> None:
+    """A key stands for all tokens before, for salt and model, and a part of a block has none."""
+    tokens = np.arange(11, dtype=np.int32).tobytes()
+    keys = chain_keys(ROOT, tokens, TOKENS_BYTES)
+    assert len(keys) == 2 and keys[1:] == chain_keys(keys[0], tokens[16:], TOKENS_BYTES)
+    others = [root_key(bytes(32), "salt"), root_key(b"m" * 32, "")]
+    others = [chain_keys(root, tokens, TOKENS_BYTES)[1] for root in others]
+    changed = chain_keys(ROOT, tokens[:3] + b"\1" + tokens[4:], TOKENS_BYTES)
+    assert len({keys[0], keys[1], *others, *changed}) == 6
+
+
+def test_host_slots() -> None:
+    """The block whose last use is longest ago goes, no pinned one does, and the slot of one that
+    was dropped is free when the last pin goes."""
+    host = HostTier(2)
+    blocks = [host.take(bytes([i]), b"", b"t") for i in range(2)]
+    assert host.take(b"x", b"", b"t") is None, "both are pinned by who fills them"
+    assert host.find(b"\0", b"t") is None
+    for each in blocks:
+        assert each is not None
+        each.is_ready = True
+        host.unpin(each)
+    first, second = (host.find(bytes([i]), b"t") for i in range(2))
+    assert first is not None and second is not None and host.find(b"\0", b"u") is None
+    host.use(first)
+    third = host.take(b"x", b"", b"t")
+    assert third is not None and third.slot == second.slot and host.num_evicted == 1
+    assert host.get(second.key) is None
+    host.pin(first)
+    host.clear()
+    host.check_invariants()
+    assert len(host) == 0 and host.take(b"y", b"", b"t") is None
+    host.unpin(first)
+    assert host.take(b"y", b"", b"t") is not None
+    host.check_invariants()
+
+
+def test_disk_round_trip_and_size(tmp_path: Path) -> None:
+    """What was written is read bit for bit; the block whose last use is longest ago makes room, and
+    the file grows no further."""
+    disk = disk_of(tmp_path, num_records=3)
+    write(disk, 0, 1, 2)
+    assert not disk.write(*block(1)) and len(disk) == 3
+    assert which(disk) == [0, 1, 2]
+    assert is_there(disk, 0)
+    write(disk, 3, 4)
+    assert which(disk) == [0, 3, 4]
+    for number in range(5, 12):
+        write(disk, number)
+    limit = 2 * ALIGNMENT + 3 * (2 * ALIGNMENT + ENTRY_BYTES)
+    assert disk.path.stat().st_size <= limit
+    key, parent, tokens, _ = block(11)
+    out = np.zeros(BLOCK_BYTES, np.uint8)
+    for wrong in ((key, ROOT, tokens), (key, parent, b"x" * TOKENS_BYTES)):
+        assert not disk.read(*wrong, out), "of another chain"
+        assert not is_there(disk, 11)
+        write(disk, 11)
+    disk.close()
+
+
+def test_disk_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All records are there again, in the order in which they were written, and more are taken in
+    their turn; after `clear` none is."""
+    disk = disk_of(tmp_path, num_records=4)
+    write(disk, 5, 0, 1, 2, 3)
+    disk.close()
+    disk = disk_of(tmp_path, num_records=4)
+    assert len(disk) == 4
+    write(disk, 4)
+    assert which(disk) == [1, 2, 3, 4]
+    disk.clear()
+    assert which(disk) == []
+    write(disk, 7)
+    disk.close()
+    disk = disk_of(tmp_path, num_records=4)
+    assert which(disk) == [7]
+    assert not caplog.records
+    disk.close()
+
+
+def test_disk_in_use(tmp_path: Path) -> None:
+    """A second engine of the same model is refused, and one of another has a file of its own."""
+    disk = disk_of(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another engine"):
+        disk_of(tmp_path)
+    write(disk, 1)
+    other = disk_of(tmp_path, identity=b"o" * 32)
+    assert which(other) == [] and other.path != disk.path
+    other.close()
+    disk.close()
+
+
+RECORDS_AT = 2 * ALIGNMENT
+
+
+def flip(at: int) -> Callable[[bytearray], None]:
+    def damage(file: bytearray) -> None:
+        file[at] ^= 4
+
+    return damage
+
+
+def cut(at: int) -> Callable[[bytearray], None]:
+    def damage(file: bytearray) -> None:
+        del file[at:]
+
+    return damage
+
+
+def foreign(file: bytearray) -> None:
+    file[:] = b"#!/bin/sh\necho the only copy of somebody's work\n" * 400
+
+
+DAMAGES: dict[str, tuple[Callable[[bytearray], None], list[int]]] = {
+    "KV of one": (flip(RECORDS_AT + 2 * ALIGNMENT + 700), [0, 2]),
+    "tokens of one": (flip(RECORDS_AT + 3), [1, 2]),
+    "an entry's key": (flip(HEADER_BYTES + 7), [1, 2]),
+    "an entry's checksum": (flip(HEADER_BYTES + 2 * ENTRY_BYTES - 1), [0, 2]),
+    "the header's layout": (flip(80), []),
+    "the header's version": (flip(8), []),
+    "the magic": (flip(0), []),
+    "half of the last record": (cut(RECORDS_AT + 5 * ALIGNMENT), [0, 1]),
+    "all records": (cut(RECORDS_AT), []),
+    "half of the table": (cut(HEADER_BYTES + ENTRY_BYTES + 40), []),
+    "half of the header": (cut(100), []),
+    "everything": (cut(0), []),
+    "a file of somebody else's": (foreign, []),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_disk_damage(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever happened to the file, what is not whole is a miss, the rest is there, it is said
+    once, and a file that is not ours keeps its bytes."""
+    disk = disk_of(tmp_path)
+    write(disk, 0, 1, 2)
+    path = disk.path
+    disk.close()
+    file = bytearray(path.read_bytes())
+    change, wanted = DAMAGES[damage]
+    change(file)
+    path.write_bytes(file)
+    disk = disk_of(tmp_path)
+    assert which(disk) == wanted
+    assert len(caplog.records) == (damage != "everything")
+    is_ours = damage not in ("the magic", "a file of somebody else's")
+    assert disk.is_alive is is_ours
+    assert disk.write(*block(9)) is is_ours and is_there(disk, 9) is is_ours
+    assert which(disk, 8) == wanted
+    disk.close()
+    if not is_ours:
+        assert path.read_bytes() == file
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv", "short"])
+def test_disk_errors(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk, or an error of the system, ends the tier with one line: it holds nothing from
+    then on, and nothing raises."""
+
+    def failing(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    disk = disk_of(tmp_path)
+    write(disk, 0, 1)
+    name = "pwritev" if call == "short" else call
+    monkeypatch.setattr(disk_module.os, name, (lambda *_: 17) if call == "short" else failing)
+    key, parent, tokens, kv = block(2)
+    if call == "preadv":
+        assert not is_there(disk, 0)
+    assert not disk.write(key, parent, tokens, kv)
+    assert not disk.is_alive and which(disk) == [] and not disk.contains(key)
+    disk.clear()
+    disk.close()
+    assert [each.message.split()[0] for each in caplog.records] == ["kv_disk_disabled"]
+    monkeypatch.undo()
+    disk = disk_of(tmp_path)
+    assert 0 in which(disk) and 2 not in which(disk)
+    disk.close()
+
+
+def test_disk_settings_that_are_refused(tmp_path: Path) -> None:
+    """Each names the setting and the way out."""
+    with pytest.raises(ConfigError, match="one block takes 8192; raise it"):
+        disk_of(tmp_path, max_bytes=8000)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"cannot be written to: .*; name a folder"):
+        disk_of(file)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_reads_come_before_writes() -> None:
+    """Whoever waits for a read does not wait for the writes in line, and a job that raises stops
+    nothing."""
+    thread = DiskThread(is_threaded=False)
+    order: list[str] = []
+    for name in ("a", "b"):
+        thread.write(lambda name=name: order.append(f"write {name}"), lambda: None)
+    thread.read(lambda: 1 / 0, lambda: order.append("done"))
+    thread.read(lambda: order.append("read"), lambda: None)
+    thread.poll()
+    assert order == ["read", "write a", "write b", "done"]
+
+
+def tiers_of(num_host_blocks: int, folder: Path | None = None, **others: Any) -> LowerTiers:
+    return LowerTiers(
+        num_host_blocks,
+        block_size=4,
+        disk=None if folder is None else disk_of(folder),
+        host_memory=np.zeros((num_host_blocks, BLOCK_BYTES), np.uint8),
+        is_threaded=False,
+        **others,
+    )
+
+
+def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
+    """Neither before nor after a failed step; what was stored goes to disk, and comes back."""
+    tiers = tiers_of(3, tmp_path)
+    memory = tiers._memory
+    assert memory is not None
+    keys = [block(number)[0] for number in range(3)]
+    tokens = b"".join(block(number)[2] for number in range(3))
+    for number in range(4):
+        tiers.put(*block(number)[:3], device_id=number + 7)
+    assert tiers.counters.num_lost_blocks == 1, "all slots are being filled"
+    stores, loads = tiers.take_transfers(4)
+    assert [copy.source for copy in stores] == [7, 8, 9] and loads == ()
+    for number, copy in enumerate(stores):
+        memory[copy.target] = block(number)[3]
+    assert tiers.num_found(keys, tokens) == (0, 0)
+    tiers.stored(3)
+    assert tiers.num_found(keys, tokens) == (0, 0)
+    tiers.stored(4)
+    tiers.check_invariants()
+    assert tiers.num_found(keys, tokens) == (3, 3)
+    assert tiers.num_found(keys, tokens[::-1]) == (0, 0), "other tokens"
+    assert tiers.poll() == [] and tiers.counters.num_written_blocks == 2
+    assert tiers.counters.num_unwritten_blocks == 1, "half of the slots wait for the disk"
+    tiers.put(*block(3)[:3], device_id=3)
+    tiers.take_transfers(5)
+    tiers.drop_transfers()
+    tiers.check_invariants()
+    assert tiers.num_found(keys, tokens) == (0, 3), "the first made room for one that failed"
+    memory[:] = 0
+    fetch = tiers.begin_fetch(ROOT, keys[:2], tokens[: 2 * TOKENS_BYTES])
+    assert fetch is not None and tiers.poll() == [fetch]
+    assert tiers.num_found(keys, tokens) == (3, 3)
+    found = tiers.pin(keys[:1])
+    assert np.array_equal(memory[found[0].slot], block(0)[3])
+    load = tiers.begin_load(found, [5])
+    assert tiers.take_transfers(6) == ((), (BlockCopy(found[0].slot, 5),))
+    assert tiers.take_loaded((5,)) == [] and tiers.take_loaded((6,)) == [load]
+    assert (tiers.counters.num_disk_hit_tokens, tiers.counters.num_host_hit_tokens) == (4, 0)
+    tiers.clear()
+    tiers.check_invariants()
+    assert tiers.is_empty and tiers.num_found(keys, tokens) == (0, 0)
+    tiers.close()
+
+
+def test_nothing_is_written_after_a_reset(tmp_path: Path) -> None:
+    """What waited for the disk when all was forgotten does not get there."""
+    tiers = tiers_of(4, tmp_path)
+    assert tiers.disk is not None
+    tiers.put(*block(0)[:3], device_id=1)
+    tiers.take_transfers(1)
+    tiers.stored(1)
+    tiers.clear()
+    tiers.poll()
+    assert tiers.is_empty and not tiers.disk.contains(block(0)[0])
+    tiers.check_invariants()
+    tiers.close()
+
+
+def test_a_damaged_record_ends_the_hit(tmp_path: Path) -> None:
+    """Those before it come up, and it is asked for no more."""
+    tiers = tiers_of(4, tmp_path)
+    assert tiers.disk is not None
+    write(tiers.disk, 0, 1, 2)
+    with tiers.disk.path.open("r+b") as file:
+        file.seek(RECORDS_AT + 2 * ALIGNMENT + 700)
+        file.write(b"damaged")
+    keys = [block(number)[0] for number in range(3)]
+    tokens = b"".join(block(number)[2] for number in range(3))
+    assert tiers.num_found(keys, tokens) == (0, 3)
+    assert tiers.begin_fetch(ROOT, keys, tokens) is not None and len(tiers.poll()) == 1
+    assert tiers.num_found(keys, tokens) == (1, 1)
+    assert (tiers.counters.num_read_blocks, tiers.counters.num_failed_reads) == (2, 1)
+    tiers.check_invariants()
+    tiers.close()
+
+
+def test_evicted_blocks_are_named_by_all_their_tokens() -> None:
+    """Whatever edges were cut and in whichever order blocks go, each is put under the key of its
+    tokens and those before it, and tails are not."""
+    tiers = tiers_of(64)
+    blocks = BlockManager(16)
+    cache = PrefixCache(blocks, block_size=4, cow_min_tokens=1, tiers=tiers)
+    random = np.random.default_rng(3)
+    wanted: dict[bytes, int] = {}
+    for _ in range(60):
+        ids = random.integers(0, 2, int(random.integers(1, 30))).astype(np.int32)
+        tokens, salt = ids.tobytes(), str(random.choice(["", "salt"]))
+        match = cache.match(tokens, len(ids), salt)
+        lease = cache.acquire(match.without_copy(), salt, 0)
+        own = cache.allocate(-(-len(ids) // 4) - len(match.block_ids))
+        assert own is not None
+        held = [*match.block_ids, *own]
+        cache.release(lease, held, tokens[16 * len(match.block_ids) :])
+        for block_id in cache.block_ids():
+            assert blocks.ref_count(block_id) == 1
+        wanted.update(dict.fromkeys(cache.chain(tokens, salt), 1))
+        cache.check_invariants()
+        tiers.take_transfers(0)
+        tiers.stored(0)
+    assert cache.num_evicted_blocks > 50 and len(tiers.host) > 30
+    assert wanted.keys() >= tiers.host._blocks.keys()
+    for each in tiers.host._blocks.values():
+        assert chain_keys(each.parent, each.tokens, TOKENS_BYTES) == [each.key]
