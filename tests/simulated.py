@@ -112,6 +112,7 @@ class SimulatedRunner:
         self._host = np.zeros((0, 0), np.uint8) if host_memory is None else host_memory
         self._loading: list[tuple[int, int, StepPlan]] = []
         """Loads, in order: the number of the plan with which each is done, and its own plan's."""
+        self._hurried: set[int] = set()
         self.load_delay: Callable[[], int] = lambda: 0
         """How many more plans a load takes."""
         num_slots = (num_blocks + 1) * block_size
@@ -134,8 +135,10 @@ class SimulatedRunner:
         return self.launch(plan).result()
 
     def wait_for_transfers(self) -> None:
-        """Loads that are under way end; stores do when their step runs."""
+        """Loads that are under way end; those of steps that were launched and have not run yet end
+        with them, and so do stores."""
         self._load_until(None)
+        self._hurried = {plan.number for plan, _ in self._launched}
 
     def close(self) -> None:
         """Nothing is under way that anybody waits for."""
@@ -175,7 +178,8 @@ class SimulatedRunner:
             slots = np.arange(self._size) + copy.target * self._size
             self._kv[slots] = 12345
         if plan.loads:
-            self._loading.append((plan.number + self.load_delay(), plan.number, plan))
+            delay = 0 if plan.number in self._hurried else self.load_delay()
+            self._loading.append((plan.number + delay, plan.number, plan))
         if not len(plan.rows):
             # Somebody waits for the first one.
             most = max([plan.number, *(due for due, _, _ in self._loading[:1])])
