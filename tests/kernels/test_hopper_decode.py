@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled import resources_of
 from pairwise import pairwise
 from test_paged_decode import Fused, check_fused, fused
 from torch import Tensor
@@ -136,9 +134,8 @@ def test_the_emulation_finds_what_is_left_out(left_out: str) -> None:
 
 
 COMPILE = """
-import subprocess, sys
+import sys
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -172,11 +169,6 @@ source = GluonASTSource(
 )
 options = {"num_warps": 1, "launch_pdl": True}
 code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-with open("code.cubin", "wb") as file:
-    file.write(code.asm["cubin"])
-print("shared", code.metadata.shared)
-command = [knobs.nvidia.cuobjdump.path, "-res-usage", "code.cubin"]
-print(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 """
 
 
@@ -203,20 +195,9 @@ def test_compiles_for_hopper(
 ) -> None:
     """It becomes code for sm_90 that spills no registers; four programs fit a multiprocessor where
     blocks are not large."""
-    # In a process of its own: Triton's interpreter, which tests here run in, compiles nothing.
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     numbers = (num_requests, head_dim, block_size, group, has_norm, has_prefix)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, dtype, *map(str, numbers)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    shared, usage = (
-        next(line for line in done.stdout.splitlines() if word in line)
-        for word in ("shared ", "REG:")
-    )
-    assert int(shared.split()[1]) <= (56 if block_size * head_dim < 8192 else 72) * 1024
+    shared, usage = resources_of(COMPILE, dtype, *numbers, folder=tmp_path)
+    assert shared <= (56 if block_size * head_dim < 8192 else 72) * 1024
     assert " STACK:0 " in usage and " LOCAL:0 " in usage
 
 

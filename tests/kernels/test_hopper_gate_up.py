@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled import resources_of
 from pairwise import pairwise
 from torch import Tensor
 
@@ -122,9 +120,8 @@ def test_tiles() -> None:
 
 
 COMPILE = """
-import subprocess, sys
+import sys
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -154,11 +151,6 @@ source = GluonASTSource(
 )
 options = {"num_warps": 4, "launch_pdl": True}
 code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-with open("code.cubin", "wb") as file:
-    file.write(code.asm["cubin"])
-print("shared", code.metadata.shared)
-command = [knobs.nvidia.cuobjdump.path, "-res-usage", "code.cubin"]
-print(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 """
 
 
@@ -168,19 +160,8 @@ print(subprocess.run(command, check=True, capture_output=True, text=True).stdout
 )
 def test_compiles_for_hopper(dtype: str, groups: int, tmp_path: Path) -> None:
     """It becomes code for sm_90 that spills no registers and fits a multiprocessor."""
-    # In a process of its own: Triton's interpreter, which tests here run in, compiles nothing.
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, dtype, str(groups)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    shared, usage = (
-        next(line for line in done.stdout.splitlines() if word in line)
-        for word in ("shared ", "REG:")
-    )
-    assert int(shared.split()[1]) <= source.MAX_SHARED_BYTES
+    shared, usage = resources_of(COMPILE, dtype, groups, folder=tmp_path)
+    assert shared <= source.MAX_SHARED_BYTES
     assert " STACK:0 " in usage and " LOCAL:0 " in usage
 
 

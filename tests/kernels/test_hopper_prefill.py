@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import resources_of
 from pairwise import pairwise
 from torch import Tensor
 
@@ -138,9 +136,8 @@ def test_neighbours_on_cpu(bad: float) -> None:
 
 
 COMPILE = """
-import subprocess, sys
+import sys
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -173,11 +170,6 @@ def compiled(dtype, D):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 code = compiled(sys.argv[1], int(sys.argv[2]))
-with open("code.cubin", "wb") as file:
-    file.write(code.asm["cubin"])
-print("shared", code.metadata.shared)
-command = [knobs.nvidia.cuobjdump.path, "-res-usage", "code.cubin"]
-print(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 """
 
 
@@ -187,19 +179,8 @@ print(subprocess.run(command, check=True, capture_output=True, text=True).stdout
 )
 def test_compiles_for_hopper(dtype: str, head_dim: int, tmp_path: Path) -> None:
     """It becomes code for sm_90 that spills no registers and fits a multiprocessor."""
-    # In a process of its own: Triton's interpreter, which tests here run in, compiles nothing.
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, dtype, str(head_dim)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    shared, usage = (
-        next(line for line in done.stdout.splitlines() if word in line)
-        for word in ("shared ", "REG:")
-    )
-    assert int(shared.split()[1]) <= 227 * 1024
+    shared, usage = resources_of(COMPILE, dtype, head_dim, folder=tmp_path)
+    assert shared <= 227 * 1024
     # What a warpgroup spills lies on its stack.
     assert "REG:168 STACK:0 " in usage and " LOCAL:0 " in usage
 
