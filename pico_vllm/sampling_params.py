@@ -113,9 +113,11 @@ class SamplingParams:
                     f"{name} must be True or False, not {_show(getattr(self, name))}", param=name
                 )
         salt = self.cache_salt
-        if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS):
+        # Half a character cannot be written down, which tiers below the device do with a salt.
+        is_text = isinstance(salt, str) and not any("\ud800" <= each <= "\udfff" for each in salt)
+        if salt is not None and not (is_text and 1 <= len(salt) <= MAX_SALT_CHARS):
             raise InvalidRequestError(
-                f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, not "
+                f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} whole characters, not "
                 f"{_show(salt)}",
                 param="cache_salt",
             )

@@ -571,9 +571,7 @@ PLANTS = (
     Plant("tier disk takes any tokens", DISK, "and found == tokens", ""),
     Plant("tier disk takes any entry", DISK, "if crc32(fields) != crc:", "if False:"),
     Plant("tier disk takes any header", DISK, "if found != header:", "if not found:"),
-    Plant(
-        "tier disk takes any file", DISK, "if found and not found.startswith(MAGIC):", "if False:"
-    ),
+    Plant("tier disk takes any file", DISK, "if not is_ours:", "if False:"),
     Plant(
         "tier disk grows",
         DISK,

@@ -45,9 +45,9 @@ class Replay:
         """Flat, as a line has them. `device_` is where hits were found."""
         stats = self.stats
         return {
-            "num_requests": stats.num_queries,
+            "num_requests": len(self.requests),
             "num_hits": stats.num_hits,
-            "prompt_tokens": stats.num_query_tokens,
+            "prompt_tokens": sum(each.num_prompt_tokens for each in self.requests),
             "device_hit_tokens": stats.num_hit_tokens,
             "hit_rate": stats.hit_rate,
             "saved_tokens": stats.num_hit_tokens,

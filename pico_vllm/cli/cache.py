@@ -31,6 +31,8 @@ POOL_COLUMNS = (
     "evicted_blocks", "num_copies", "num_preemptions",
 )  # fmt: skip
 PREFIX_COLUMNS = ("saved_tokens", "num_requests", "prefix_tokens", "own_tokens", "begins")
+MAX_BLOCKS = 100_000_000
+"""Some 40 bytes each, whatever they would hold."""
 KV_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 REPLAYED_SETTINGS = (
     "dtype", "block_size", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy",
@@ -124,6 +126,12 @@ def cache(
             if num_kv_blocks is not None
             else [_num_blocks(kv_gb or 0.0, config, model_config)]
         )
+        if max(pools) > MAX_BLOCKS:
+            raise ConfigError(
+                f"a pool of {max(pools)} blocks is more than the {MAX_BLOCKS} that a replay has "
+                "memory for; give fewer with --num-kv-blocks or --kv-gb",
+                param="num_kv_blocks",
+            )
         from pico_vllm.bench.prompt_trace import read_trace
 
         requests = read_trace(trace, tokenizer=tokenizer, default_output_tokens=output_tokens)

@@ -45,6 +45,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 }
 # Where an error's way out is a value of Python's.
 _REWORDED = {
+    "enable_prefix_caching": "--prefix-cache",
     "or None to fill the window": f"leave --max-tokens out for {DEFAULT_MAX_TOKENS}, or for what "
     "the window leaves",
 }
@@ -163,7 +164,8 @@ def integers(option: str, text: str) -> list[int]:
     numbers = [each.strip() for each in text.split(",")]
     if not all(each.isdecimal() and 0 < int(each) < 1 << 31 for each in numbers):
         raise ConfigError(
-            f"--{option} {text!r} must be whole numbers from 1 up, with commas between",
+            f"--{option} {text!r} must be whole numbers from 1 to {(1 << 31) - 1}, with commas "
+            "between",
             param=option,
         )
     return [int(each) for each in numbers]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,6 +34,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 MAX_TIER_GB = 1 << 20
 WITH_TRITON = ("triton", "attention")
 """Of kernels: those whose attention, and with it the batch and its runner, is Triton's."""
+
+
+def _is_path(path: object) -> bool:
+    """Whether the system could have a file of this name."""
+    if not isinstance(path, str) or not path or "\0" in path:
+        return False
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +213,7 @@ class EngineConfig:
                     param=name,
                 )
         path = self.kv_disk_path
-        if path is not None and (not isinstance(path, str) or not path or "\0" in path):
+        if path is not None and not _is_path(path):
             raise ConfigError(
                 f"kv_disk_path must name a folder, not {show(path)}", param="kv_disk_path"
             )

@@ -17,6 +17,7 @@ NOT_NUMBERS = [None, "1", "nan", [], {}, True, False, 1j, b"1", object()]
 HUGE = [10**30, 10**400, 10**5000, -(10**5000)]
 
 BAD: dict[str, list[Any]] = {
+    "cache_salt": ["", "x" * 1025, 5, b"x", "half a \ud800"],
     "max_tokens": [-1, 0, 1.5, 1.0, True, "5", 2**31, 2**63, NAN, INF, [], *HUGE],
     "min_tokens": [-1, 1.5, True, None, "5", 2**31, NAN, *HUGE],
     "temperature": [-1e-9, -1, 2.0000001, NAN, INF, -INF, *NOT_NUMBERS, *HUGE],

@@ -27,7 +27,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -49,6 +49,7 @@ _HEADER = struct.Struct("<8sII32sQ")
 _ENTRY = struct.Struct("<32s32sQI")
 """Key, parent's key, number of the write, CRC of the record. Then a CRC of these."""
 ENTRY_BYTES = _ENTRY.size + 4
+ENTRIES_AT_ONCE = 1 << 14
 _BLANK = bytes(ENTRY_BYTES)
 ALIGNMENT = 4096
 
@@ -90,7 +91,10 @@ class DiskTier:
         self._first = -(-table_end // ALIGNMENT) * ALIGNMENT
         self._records: OrderedDict[Key, _Record] = OrderedDict()
         """The one whose last use is longest ago first."""
+        self._num_begun = 0
+        """Places from here on were never used."""
         self._free: list[int] = []
+        """Of the others."""
         self._num_writes = 0
         self._lock = threading.Lock()
         self._is_noted = False
@@ -135,8 +139,10 @@ class DiskTier:
 
     def _find_again(self, header: bytes) -> None:
         found = os.pread(self._fd, HEADER_BYTES, 0)
-        if found and not found.startswith(MAGIC):
-            self._note("not a file of Pico-vLLM's, which is left alone")
+        # What only the beginning of a file of ours, or none of it, was written to is no other's.
+        is_ours = MAGIC.startswith(found[: len(MAGIC)]) or not any(found)
+        if not is_ours:
+            self._note("not a file of Pico-vLLM's, which is left alone: delete it to use this path")
             self.is_alive = False
             return
         if found != header:
@@ -146,17 +152,26 @@ class DiskTier:
             self._write_all([header], 0)
             found = b""
         if found:
-            table = os.pread(self._fd, self.num_records * ENTRY_BYTES, HEADER_BYTES)
-            self._read_table(table)
+            self._read_table()
         taken = {record.index for record in self._records.values()}
-        self._free = [i for i in range(self.num_records - 1, -1, -1) if i not in taken]
+        self._num_begun = 1 + max(taken, default=-1)
+        self._free = [index for index in range(self._num_begun) if index not in taken]
 
-    def _read_table(self, table: bytes) -> None:
+    def _entries(self) -> Iterator[tuple[int, bytes]]:
+        """Those that are there, and where; a piece of the table at a time."""
+        for first in range(0, self.num_records, ENTRIES_AT_ONCE):
+            count = min(ENTRIES_AT_ONCE, self.num_records - first)
+            piece = os.pread(self._fd, count * ENTRY_BYTES, self._entry_at(first))
+            for at in range(len(piece) // ENTRY_BYTES if any(piece) else 0):
+                raw = piece[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES]
+                if raw != _BLANK:
+                    yield first + at, raw
+            if len(piece) < count * ENTRY_BYTES:
+                return
+
+    def _read_table(self) -> None:
         entries = []
-        for index in range(len(table) // ENTRY_BYTES):
-            raw = table[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES]
-            if raw == _BLANK:
-                continue
+        for index, raw in self._entries():
             fields, crc = raw[:-4], int.from_bytes(raw[-4:], "little")
             if crc32(fields) != crc:
                 self._note_damage()
@@ -199,6 +214,9 @@ class DiskTier:
     def _write(self, key: Key, parent: Key, tokens: bytes, kv: NDArray[np.uint8]) -> None:
         if self._free:
             index = self._free.pop()
+        elif self._num_begun < self.num_records:
+            index = self._num_begun
+            self._num_begun += 1
         else:
             index = self._records.popitem(last=False)[1].index
         self._write_all([_BLANK], self._entry_at(index))
@@ -242,7 +260,7 @@ class DiskTier:
         with self._lock:
             if not self.is_alive:
                 return
-            self._free = list(range(self.num_records - 1, -1, -1))
+            self._num_begun, self._free = 0, []
             self._records.clear()
             try:
                 os.ftruncate(self._fd, HEADER_BYTES)

@@ -78,7 +78,10 @@ def test_text(tmp_path: Path) -> None:
         ),
         ({"prompt_token_ids": [1], "arrival_s": -1}, ": arrival_s is -1; give seconds from 0 up"),
         ('{"prompt_token_ids": [1], "arrival_s": NaN}', ": arrival_s is nan; give seconds from 0"),
-        ({"prompt_token_ids": [1], "salt": 3}, ": salt must be a string of 1 to 1024 characters"),
+        (
+            {"prompt_token_ids": [1], "salt": 3},
+            ": salt must be a string of 1 to 1024 whole characters",
+        ),
         ({"prompt_token_ids": [1], "priority": "high"}, ": priority must be a whole number from"),
     ],
 )

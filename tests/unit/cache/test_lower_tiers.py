@@ -174,6 +174,11 @@ def cut(at: int) -> Callable[[bytearray], None]:
     return damage
 
 
+def unwritten(file: bytearray) -> None:
+    """As after a crash that lost the first page."""
+    file[:HEADER_BYTES] = bytes(HEADER_BYTES)
+
+
 def foreign(file: bytearray) -> None:
     file[:] = b"#!/bin/sh\necho the only copy of somebody's work\n" * 400
 
@@ -190,6 +195,8 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], None], list[int]]] = {
     "all records": (cut(RECORDS_AT), []),
     "half of the table": (cut(HEADER_BYTES + ENTRY_BYTES + 40), []),
     "half of the header": (cut(100), []),
+    "half of the magic": (cut(4), []),
+    "a header that was never written": (unwritten, []),
     "everything": (cut(0), []),
     "a file of somebody else's": (foreign, []),
 }

@@ -54,3 +54,10 @@ def test_attention_needs_the_paged_cache() -> None:
         resolved("cuda:0", kernels="attention", kv="contiguous")
     with pytest.raises(ConfigError, match="one of auto, triton, attention, plain, not 'cublas'"):
         resolved("cuda:0", kernels="cublas")
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "half a \ud800", 5])
+def test_a_disk_path_that_no_system_has_is_refused(path: object) -> None:
+    """With its name, and before anything is opened."""
+    with pytest.raises(ConfigError, match="kv_disk_path must name a folder"):
+        EngineConfig(model="m", kv_disk_path=path)  # type: ignore[arg-type]
