@@ -112,8 +112,11 @@ def test_a_profile_that_does_not_fit_is_refused(
     ("options", "message"),
     [
         ([], "bench kernels needs a GPU and was given the CPU; bench engine"),
-        (["--rows", "1,x"], "--rows '1,x' must be whole numbers from 1 up, with commas between"),
-        (["--context", "0"], "--context '0' must be whole numbers from 1 up"),
+        (
+            ["--rows", "1,x"],
+            "--rows '1,x' must be whole numbers from 1 to 2147483647, with commas between",
+        ),
+        (["--context", "0"], "--context '0' must be whole numbers from 1 to 2147483647"),
         (["--block-size", "0"], "block_size must be a whole number from 1 to 256"),
     ],
 )

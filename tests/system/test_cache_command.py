@@ -103,7 +103,10 @@ def test_text_through_a_models_tokenizer(
     [
         ([], "the pool needs one size: --num-kv-blocks, or --kv-gb with --model"),
         (["--num-kv-blocks", "9", "--kv-gb", "1"], "the pool needs one size: "),
-        (["--num-kv-blocks", "x"], "--num-kv-blocks 'x' must be whole numbers from 1 up"),
+        (
+            ["--num-kv-blocks", "x"],
+            "--num-kv-blocks 'x' must be whole numbers from 1 to 2147483647",
+        ),
         (["--num-kv-blocks", "40,2"], "{trace}, line 1: 36 tokens of prompt and 4 of answer are "),
         (["--kv-gb", "1"], "--kv-gb 1 needs --model, which says what a token takes"),
         (["--kv-gb", "1e-9", "--model", "{model}"], "--kv-gb 1e-09 must hold two blocks of "),
