@@ -104,6 +104,10 @@ def test_text_through_a_models_tokenizer(
         ([], "the pool needs one size: --num-kv-blocks, or --kv-gb with --model"),
         (["--num-kv-blocks", "9", "--kv-gb", "1"], "the pool needs one size: "),
         (
+            ["--num-kv-blocks", "1000000000"],
+            "a pool of 1000000000 blocks is more than the 100000000",
+        ),
+        (
             ["--num-kv-blocks", "x"],
             "--num-kv-blocks 'x' must be whole numbers from 1 to 2147483647",
         ),
