@@ -21,6 +21,7 @@ from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import DecodeScratch, paged_decode, rope_paged_decode
 from pico_vllm.kernels.paged_prefill import PrefillConfig, choose_config, paged_prefill
 from pico_vllm.kernels.rope_store_kv import rope_store_kv
+from pico_vllm.layers.linear import Parts
 
 
 class TritonKV:
@@ -91,15 +92,27 @@ class TritonStep:
         self._prefix_lens = batch.feed.prefix_lens
         self._starts_from: dict[int, Tensor] = {}
 
+    @property
+    def adds_parts(self) -> bool:
+        batch = self._batch
+        is_decode = batch.num_decodes == batch.num_tokens
+        return is_decode and self._prefix_lens is None and self._is_on_hopper(batch.num_tokens)
+
     def rotate_and_attend(
         self,
         layer: int,
-        qkv_TND: Tensor,
+        qkv: Parts,
         qk_norm: tuple[Tensor, Tensor, float] | None,
         *,
         only_last: bool,
     ) -> Tensor:
         """Write this step's KV of one layer, then attend over it and over what was cached."""
+        num_parts, num_tokens, _ = qkv.parts_SMN.shape
+        head_dim = self._kv.device_pool.shape[-1]
+        if self.adds_parts:
+            qkv_SRND = qkv.parts_SMN.view(num_parts, num_tokens, -1, head_dim)
+            return self._decode(layer, qkv_SRND, qk_norm, num_tokens, bias_N=qkv.bias_N)
+        qkv_TND = qkv.parts_SMN.view(num_tokens, -1, head_dim)
         n = self._batch.num_decodes
         if self._kv.prefill_config is not None:
             attended_THD = self._extend(layer, qkv_TND, qk_norm, 0)
@@ -119,31 +132,36 @@ class TritonStep:
     def _decode(
         self,
         layer: int,
-        qkv_RND: Tensor,
+        qkv: Tensor,
         qk_norm: tuple[Tensor, Tensor, float] | None,
         n: int,
+        *,
+        bias_N: Tensor | None = None,
     ) -> Tensor:
         """The first n requests, one token each."""
         kv, batch = self._kv, self._batch
         q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
         arguments = (
-            qkv_RND, *kv.cos_sin, *kv.layers[layer],
+            qkv, *kv.cos_sin, *kv.layers[layer],
             batch.block_table, self._table_rows[:n], batch.seq_lens[:n],
         )  # fmt: skip
         options = {
             "scale": kv.scale, "scratch": kv.scratch,
             "q_norm_D": q_norm, "k_norm_D": k_norm, "eps": eps,
         }  # fmt: skip
-        num_pairs = n * kv.device_pool.shape[1]
-        on_hopper = kv.takes_many and hopper_decode.is_faster(num_pairs, is_long=self._is_long)
+        on_hopper = self._is_on_hopper(n)
         if self._prefix_lens is not None:
             return shared_prefix.shared_prefix_decode(
                 *arguments, self._prefix_lens[:n], **options,
                 is_long=self._is_long, on_hopper=on_hopper,
             )  # fmt: skip
         if on_hopper:
-            return hopper_decode.hopper_rope_decode(*arguments, **options)
+            return hopper_decode.hopper_rope_decode(*arguments, **options, bias_N=bias_N)
         return rope_paged_decode(*arguments, **options, is_long=self._is_long)
+
+    def _is_on_hopper(self, num_requests: int) -> bool:
+        num_pairs = num_requests * self._kv.device_pool.shape[1]
+        return self._kv.takes_many and hopper_decode.is_faster(num_pairs, is_long=self._is_long)
 
     def _extend(
         self,

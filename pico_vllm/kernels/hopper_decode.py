@@ -53,23 +53,53 @@ BLOCK_SIZES = (16, 32, 64)
 MAX_GROUP = 16
 """Query heads of a KV head: rows of the tensor cores' instruction."""
 
+MAX_STAGES = 3
+"""Four at once and three give steps of the same length, but each number is one more kernel to
+compile."""
+MAX_SHARED_BYTES = 227 * 1024
+"""Of a multiprocessor."""
+
 hopper_decode_reference = paged_decode_reference
 
 
 @gluon_jit()
-def _rotated(x_ptr, norm_ptr, cos, sin, d, mask, eps, D: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Rows at x_ptr (one a head, broadcast over d), normalised if asked, then rotated; fp32."""
+def _load_parts(x_ptr, part_stride, mask, NUM_PARTS: gl.constexpr):
+    """All of them asked for before the first one is added up."""
+    parts = ()
+    for i in gl.static_range(NUM_PARTS):
+        parts += (gl.load(x_ptr + i * part_stride, mask=mask, other=0.0),)
+    return parts
+
+
+@gluon_jit()
+def _add_parts(parts, bias):
+    total = parts[0].to(gl.float32) + bias
+    for i in gl.static_range(1, len(parts)):
+        total += parts[i].to(gl.float32)
+    return total
+
+
+@gluon_jit()
+def _load_bias(bias_ptr, mask, HAS_BIAS: gl.constexpr):
+    bias = 0.0
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr, mask=mask, other=0.0).to(gl.float32)
+    return bias
+
+
+@gluon_jit()
+def _rotated(low, high, norm_ptr, cos, sin, d, eps, HAS_NORM: gl.constexpr):
+    """Both halves of rows, one a head, normalised if asked, then rotated."""
     dtype: gl.constexpr = norm_ptr.dtype.element_ty
-    other = (d + D // 2) % D
-    x = gl.load(x_ptr + d[None, :], mask=mask, other=0.0).to(gl.float32)
-    y = gl.load(x_ptr + other[None, :], mask=mask, other=0.0).to(gl.float32)
+    HALF: gl.constexpr = low.shape[1]
     if HAS_NORM:
-        inverse = gl.rsqrt(gl.sum(x * x, 1) / D + eps)[:, None]
-        weight = gl.load(norm_ptr + d).to(gl.float32)[None, :]
-        other_weight = gl.load(norm_ptr + other).to(gl.float32)[None, :]
-        x = (x * inverse * weight).to(dtype).to(gl.float32)
-        y = (y * inverse * other_weight).to(dtype).to(gl.float32)
-    return (x * cos[None, :] + y * sin[None, :]).to(dtype)
+        inverse = gl.rsqrt((gl.sum(low * low, 1) + gl.sum(high * high, 1)) / (2 * HALF) + eps)
+        low_weight = gl.load(norm_ptr + d).to(gl.float32)
+        high_weight = gl.load(norm_ptr + HALF + d).to(gl.float32)
+        low = (low * inverse[:, None] * low_weight[None, :]).to(dtype).to(gl.float32)
+        high = (high * inverse[:, None] * high_weight[None, :]).to(dtype).to(gl.float32)
+    cos, sin = cos[None, :], sin[None, :]
+    return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
 
 
 @gluon_jit()
@@ -144,11 +174,12 @@ def _add_splits(
 def _hopper_decode_kernel(
     kv_desc, qkv_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, prefix_lens_ptr, out_ptr,
     partial_ptr, stats_ptr, counter_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, bias_ptr,
     scale_log2, eps, num_splits, num_prefix_splits, min_rounds,
-    block_stride, head_stride, table_stride,
+    part_stride, block_stride, head_stride, table_stride,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, S: gl.constexpr,
     NUM_BLOCKS: gl.constexpr, NUM_STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
+    NUM_PARTS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_NORM: gl.constexpr, HAS_PREFIX: gl.constexpr, PREFIX_STEP: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
@@ -160,6 +191,8 @@ def _hopper_decode_kernel(
     NUM_TILES: gl.constexpr = NUM_BLOCKS * S // 16  # of a product's 16 tokens
     # Of rows of heads and of tokens; a row's places are contiguous in a thread.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [1, 1], [1, 0])
+    HALF: gl.constexpr = D // 2
+    half_layout: gl.constexpr = gl.BlockedLayout([1, 8], [512 // D, D // 16], [1, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -218,30 +251,54 @@ def _hopper_decode_kernel(
         table_ptr, first_block + NUM_STAGES * NUM_BLOCKS, num_blocks, first_row, block_rows, S,
         NUM_BLOCKS,
     )  # fmt: skip
-    heads = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    h = gl.arange(0, HALF, gl.SliceLayout(0, half_layout))
     position = gl.maximum(seq_len - 1, 0)
-    cos = gl.load(cos_ptr + position.to(gl.int64) * D + d)
-    sin = gl.load(sin_ptr + position.to(gl.int64) * D + d)
+    cos = gl.load(cos_ptr + position.to(gl.int64) * D + h)
+    sin = gl.load(sin_ptr + position.to(gl.int64) * D + HALF + h)
     stores = has_new & (seq_len > 0)
     new_block = gl.load(table_ptr + position // S, mask=stores, other=0).to(gl.int64)
+    heads = gl.arange(0, ROWS, gl.SliceLayout(1, half_layout))
+    is_head = (heads < GROUP)[:, None]
+    q_at = (g * GROUP + heads)[:, None] * D + h[None, :]
+    one = gl.arange(0, 1, gl.SliceLayout(1, half_layout))[:, None]
+    k_at = (NUM_KV_HEADS * GROUP + g + one) * D + h[None, :]
+    is_one = one < 1
+    v_at = (NUM_KV_HEADS * (GROUP + 1) + g) * D + d
+    is_place = d < D
+    q_low_bias = _load_bias(bias_ptr + q_at, is_head, HAS_BIAS)
+    q_high_bias = _load_bias(bias_ptr + HALF + q_at, is_head, HAS_BIAS)
+    k_low_bias = _load_bias(bias_ptr + k_at, is_one, HAS_BIAS)
+    k_high_bias = _load_bias(bias_ptr + HALF + k_at, is_one, HAS_BIAS)
+    v_bias = _load_bias(bias_ptr + v_at, is_place, HAS_BIAS)
     if USE_PDL:
         gdc_wait()
 
     qkv_ptr += r.to(gl.int64) * ((GROUP + 2) * NUM_KV_HEADS * D)
-    q_ptrs = qkv_ptr + (g * GROUP + heads)[:, None] * D
-    is_head = heads < GROUP
-    q = _rotated(q_ptrs, q_norm_ptr, cos, sin, d, is_head[:, None], eps, D, HAS_NORM)
-    one = gl.arange(0, 1, gl.SliceLayout(1, layout))
-    k_ptrs = qkv_ptr + (NUM_KV_HEADS * GROUP + g + one)[:, None] * D
-    k_new = _rotated(k_ptrs, k_norm_ptr, cos, sin, d, (one < 1)[:, None], eps, D, HAS_NORM)
-    k_new = gl.max(k_new, 0).to(dtype)  # its one row
-    v_new = gl.load(qkv_ptr + (NUM_KV_HEADS * (GROUP + 1) + g) * D + d)
-    new_at = new_block * block_stride + g.to(gl.int64) * head_stride + position % S * D + d
-    gl.store(k_ptr + new_at, k_new, mask=stores)
-    gl.store(v_ptr + new_at, v_new, mask=stores)
-    new_smem.index(0).store(k_new)
+    q_low = _load_parts(qkv_ptr + q_at, part_stride, is_head, NUM_PARTS)
+    q_high = _load_parts(qkv_ptr + HALF + q_at, part_stride, is_head, NUM_PARTS)
+    k_low = _load_parts(qkv_ptr + k_at, part_stride, is_one, NUM_PARTS)
+    k_high = _load_parts(qkv_ptr + HALF + k_at, part_stride, is_one, NUM_PARTS)
+    v_new = _load_parts(qkv_ptr + v_at, part_stride, is_place, NUM_PARTS)
+    q_low, q_high = _rotated(
+        _add_parts(q_low, q_low_bias), _add_parts(q_high, q_high_bias), q_norm_ptr, cos, sin, h,
+        eps, HAS_NORM,
+    )  # fmt: skip
+    k_low, k_high = _rotated(
+        _add_parts(k_low, k_low_bias), _add_parts(k_high, k_high_bias), k_norm_ptr, cos, sin, h,
+        eps, HAS_NORM,
+    )  # fmt: skip
+    k_low = gl.max(k_low, 0).to(dtype)  # its one row
+    k_high = gl.max(k_high, 0).to(dtype)
+    v_new = _add_parts(v_new, v_bias).to(dtype)
+    new_at = new_block * block_stride + g.to(gl.int64) * head_stride + position % S * D
+    gl.store(k_ptr + new_at + h, k_low, mask=stores)
+    gl.store(k_ptr + new_at + HALF + h, k_high, mask=stores)
+    gl.store(v_ptr + new_at + d, v_new, mask=stores)
+    new_smem.index(0).slice(0, HALF).store(k_low)
+    new_smem.index(0).slice(HALF, HALF).store(k_high)
     new_smem.index(1).store(v_new)
+    q = gl.join(q_low, q_high).permute((0, 2, 1)).reshape([ROWS, D])
     # Rows of no head hold what was there: each row of a product depends on that row alone.
     q_smem.slice(0, ROWS).store(q)
     sync_threads()
@@ -340,12 +397,16 @@ class HopperDecodeConfig:
 def decode_config(
     num_requests: int, num_kv_heads: int, block_size: int, head_dim: int
 ) -> HopperDecodeConfig:
-    """The fastest on an H200 behind a product, by and large: 32 tokens a round, two rounds in
-    shared memory, and splits for three programs a multiprocessor."""
+    """The fastest on an H200 behind a product, by and large: 32 tokens a round, splits for three
+    programs a multiprocessor, and as many rounds in shared memory as these programs leave room for,
+    up to MAX_STAGES."""
     num_blocks = max(1, 32 // block_size)
     wanted = 3 * NUM_MULTIPROCESSORS // (num_requests * num_kv_heads)
     splits = max(1, min(MAX_SPLITS_IN_PLACE, 1 << (wanted.bit_length() - 1) if wanted else 1))
-    return HopperDecodeConfig(splits, num_blocks, num_stages=2, min_rounds=4)
+    programs = -(-num_requests * num_kv_heads * splits // NUM_MULTIPROCESSORS)
+    round_bytes = num_blocks * 2 * block_size * head_dim * 2
+    stages = (MAX_SHARED_BYTES // programs - 6144) // round_bytes
+    return HopperDecodeConfig(splits, num_blocks, max(2, min(stages, MAX_STAGES)), min_rounds=4)
 
 
 def is_faster(num_pairs: int, *, is_long: bool) -> bool:
@@ -393,6 +454,7 @@ def hopper_rope_decode(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
+    bias_N: Tensor | None = None,
     config: HopperDecodeConfig | None = None,
     prefix: AttendedPrefix | None = None,
 ) -> Tensor:
@@ -400,14 +462,16 @@ def hopper_rope_decode(
 
     Shapes:
         qkv_RND          bf16 or fp16, contiguous: a token's H queries, G keys, G values; D 64 or
-                         128, H / G at most MAX_GROUP
-        cos/sin_PD       fp32 tables by position; sin with the minus sign in its first half
+                         128, H / G at most MAX_GROUP. Or [S, R, N, D], S parts to be added up
+        cos/sin_PD       fp32 tables by position, both halves alike but for a minus sign in sin's
+                         first, which is not read
         k/v_BGSD         K and V of one layer of the pool, dtype of qkv; S in BLOCK_SIZES. Of one
                          block and KV head V lies right behind K. Written at position seq_len - 1
                          of each request
         block_table_WM   int32; entries past ceil(seq_len / S) are never read
         rows_R           int32, the row of the table that belongs to each request
         seq_lens_R       int32, tokens, counting the token being decoded
+        bias_N           N D numbers to be added to the projection, in dtype of qkv
         config           decode_config's choice where None; its splits must fit the scratch
         prefix           what shared_prefix.attend_prefix left for a config of as many splits
         returns          [R, H, D], dtype of qkv; softmax and sums in fp32
@@ -425,7 +489,8 @@ def hopper_rope_decode(
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1; online softmax, arXiv:1805.02867;
     splits, Dao et al. 2023, Flash-Decoding.
     """
-    num_requests, num_all, head_dim = qkv_RND.shape
+    num_parts = qkv_RND.shape[0] if qkv_RND.dim() == 4 else 1
+    num_requests, num_all, head_dim = qkv_RND.shape[-3:]
     num_kv_heads, block_size = k_BGSD.shape[1:3]
     num_heads = num_all - 2 * num_kv_heads
     if qkv_RND.dtype not in DTYPES or head_dim not in HEAD_DIMS or block_size not in BLOCK_SIZES:
@@ -439,6 +504,14 @@ def hopper_rope_decode(
         )
     if not qkv_RND.is_contiguous():
         raise ValueError(f"qkv has strides {qkv_RND.stride()}; it must be contiguous")
+    bias = qkv_RND if bias_N is None else bias_N
+    if bias_N is not None and (
+        bias.shape != (num_all * head_dim,) or bias.dtype != qkv_RND.dtype or bias.stride(0) != 1
+    ):
+        raise ValueError(
+            f"bias is {tuple(bias.shape)} {bias.dtype} with strides {bias.stride()}; it must be "
+            f"{(num_all * head_dim,)} {qkv_RND.dtype}, contiguous"
+        )
     if scale <= 0:
         raise ValueError(f"scale {scale} must be above 0: scores are compared before it is applied")
     config = config or decode_config(num_requests, num_kv_heads, block_size, head_dim)
@@ -461,12 +534,14 @@ def hopper_rope_decode(
         seq_lens_R if prefix is None else prefix.lens_R, out_RHD,
         scratch.partials, scratch.stats, scratch.counters,
         cos_PD, sin_PD, qkv_RND if q_norm_D is None else q_norm_D,
-        qkv_RND if k_norm_D is None else k_norm_D,
+        qkv_RND if k_norm_D is None else k_norm_D, bias,
         scale * LOG2_E, eps, config.num_splits, prefix_splits, config.min_rounds,
+        num_requests * num_all * head_dim,
         k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, D=head_dim, S=block_size,
         NUM_BLOCKS=config.num_blocks, NUM_STAGES=config.num_stages,
         MAX_SPLITS=MAX_SPLITS_IN_PLACE + (prefix is not None) * MAX_PREFIX_SPLITS,
+        NUM_PARTS=num_parts, HAS_BIAS=bias_N is not None,
         HAS_NORM=q_norm_D is not None, HAS_PREFIX=prefix is not None, PREFIX_STEP=PREFIX_STEP,
         num_warps=1, **options,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pico_vllm.layers.linear import Linear, Norm, Residual
+from pico_vllm.layers.linear import Linear, Norm, Parts, Residual
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import apply_rope
 
@@ -31,10 +31,15 @@ class KVStep(Protocol):
         """
         ...
 
+    @property
+    def adds_parts(self) -> bool:
+        """Whether it takes a projection in more than one part, or without its bias."""
+        ...
+
     def rotate_and_attend(
         self,
         layer: int,
-        qkv_TND: Tensor,
+        qkv: Parts,
         qk_norm: tuple[Tensor, Tensor, float] | None,
         *,
         only_last: bool,
@@ -81,12 +86,16 @@ class Attention:
         each request, to go on with those alone; all tokens where it is None."""
         num_tokens = int(residual.x_TE.shape[0])
         H, G = self.num_heads, self.num_kv_heads
-        qkv = self.qkv.normed(self.norm, residual).view(num_tokens, H + 2 * G, self.head_dim)
         if cos_sin is None:
+            if kv.adds_parts:
+                parts = self.qkv.normed_in_parts(self.norm, residual)
+            else:
+                parts = Parts(self.qkv.normed(self.norm, residual)[None])
             attended_THD = kv.rotate_and_attend(
-                self.layer, qkv, self._qk_norm, only_last=wanted is not None
+                self.layer, parts, self._qk_norm, only_last=wanted is not None
             )
         else:
+            qkv = self.qkv.normed(self.norm, residual).view(num_tokens, H + 2 * G, self.head_dim)
             qk = qkv[:, : H + G]
             normed = qk
             if self.q_norm is not None and self.k_norm is not None:

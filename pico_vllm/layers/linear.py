@@ -57,6 +57,15 @@ class Residual:
     """That norm's result, where the product before made it along with the sum."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A product that is still to be added up."""
+
+    parts_SMN: Tensor
+    bias_N: Tensor | None = None
+    """What has to be added too."""
+
+
 class Linear:
     """y = x @ W.T + bias."""
 
@@ -72,6 +81,10 @@ class Linear:
     def normed(self, norm: Norm, residual: Residual) -> Tensor:
         """Of the normalised rows."""
         return self(norm(residual.x_TE))
+
+    def normed_in_parts(self, norm: Norm, residual: Residual) -> Parts:
+        """Of the normalised rows; a device may leave the sum to whoever reads it."""
+        return Parts(self.normed(norm, residual)[None])
 
     def normed_silu_mul(self, norm: Norm, residual: Residual) -> Tensor:
         """Of the normalised rows, then silu of the first half times the second: [M, N / 2]."""

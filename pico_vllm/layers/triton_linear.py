@@ -1,9 +1,10 @@
 """What the GPU runs in the place of plain linear layers and embeddings.
 
 Up to 64 rows a product is bound by reading its weights: one kernel with its norm, bias, activation
-and residual. Above that cuBLAS, with kernels around it; on a Hopper gate and up of 1,024 rows and
-more are one kernel with SiLU (hopper_gate_up). On a Hopper, 5 to 16 rows have a kernel
-whose programs all start early (hopper_linear). Of small_linear's, from two rows on, only the first
+and residual. Above that cuBLAS, with kernels around it. On a Hopper 5 to 16 rows have a kernel
+whose programs all start early (hopper_linear); from 65 to 256, smaller products leave their sums to
+what comes behind (hopper_split_k); and gate and up are one kernel with SiLU where that is faster
+(hopper_gate_up). Of small_linear's, from two rows on, only the first
 product of a layer starts early, and attention: with all of them a step of 8 requests of
 Qwen2.5-1.5B took 1.41 ms on an H200, so 1.29, with none 1.35.
 
@@ -19,17 +20,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.kernels import hopper_gate_up, hopper_linear, hopper_split_k
 from pico_vllm.kernels.embed_tokens import embed_tokens
-from pico_vllm.kernels.hopper_gate_up import can_take as takes_gate_up
-from pico_vllm.kernels.hopper_gate_up import hopper_gate_up
-from pico_vllm.kernels.hopper_linear import can_take, hopper_linear
 from pico_vllm.kernels.invariant_linear import invariant_linear
 from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS
 from pico_vllm.kernels.rms_norm import add_rms_norm, rms_norm
 from pico_vllm.kernels.silu_mul import silu_mul
 from pico_vllm.kernels.small_linear import LinearScratch, beats_cublas, small_linear
 from pico_vllm.layers.embedding import Embedding
-from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear, Residual, Weight
+from pico_vllm.layers.linear import DenseWeight, Int8Weight, Linear, Parts, Residual, Weight
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.plain import PlainLayers
 
@@ -38,10 +37,6 @@ MAX_PARTS = 5
 MIN_PART = 512
 """Of K. Measured on an H200: a layer of Qwen2.5-1.5B without attention 49.8 to 47.7 us at 128 rows,
 60.2 to 55.8 at 256."""
-MIN_ROWS_OF_GATE_UP = 1024
-"""Of the kernel with SiLU in it. On an H200, beside cuBLAS and SiLU apart, a layer's norm and MLP:
-Qwen2.5-1.5B 512 rows 84 us (80), 1,024 133 (151), 8,192 1,023 (1,155); Llama-3.1-8B 1,024 535 to
-551 (552), 8,192 4.26 ms (4.56)."""
 
 
 class TritonLinear(Linear):
@@ -65,6 +60,15 @@ class TritonLinear(Linear):
         normed_MK = residual.normed_TE
         return self(rms_norm(x_MK, norm.weight_E, norm.eps) if normed_MK is None else normed_MK)
 
+    def normed_in_parts(self, norm: RMSNorm, residual: Residual) -> Parts:
+        x_MK = residual.x_TE
+        if self._is_small(x_MK) or not self._is_split(x_MK):
+            return Parts(self.normed(norm, residual)[None])
+        normed_MK = residual.normed_TE
+        if normed_MK is None:
+            normed_MK = rms_norm(x_MK, norm.weight_E, norm.eps)
+        return Parts(hopper_split_k.hopper_split_k(normed_MK, self.weight.weight_NK), self.bias_N)
+
     def normed_silu_mul(self, norm: RMSNorm, residual: Residual) -> Tensor:
         x_MK = residual.x_TE
         if self._is_small(x_MK):
@@ -75,9 +79,9 @@ class TritonLinear(Linear):
         if normed_MK is None:
             normed_MK = rms_norm(x_MK, norm.weight_E, norm.eps)
         N, K = self.weight.shape
-        is_many = len(x_MK) >= MIN_ROWS_OF_GATE_UP and self.bias_N is None
-        if is_many and takes_gate_up(x_MK.device, x_MK.dtype, N // 2, K):
-            return hopper_gate_up(normed_MK, self.weight.weight_NK)
+        takes = hopper_gate_up.can_take(x_MK.device, x_MK.dtype, N // 2, K)
+        if takes and self.bias_N is None and hopper_gate_up.is_faster(len(x_MK), N // 2):
+            return hopper_gate_up.hopper_gate_up(normed_MK, self.weight.weight_NK)
         return silu_mul(self(normed_MK))
 
     def added(self, x_MK: Tensor, residual: Residual, next_norm: RMSNorm | None = None) -> Residual:
@@ -86,14 +90,28 @@ class TritonLinear(Linear):
             return Residual(self._small(x_MK, residual_MN=residual_MN, starts_early=False))
         if self.bias_N is not None:
             return Residual(residual_MN.add_(self(x_MK)))
-        num_parts = _num_parts(x_MK.shape[0], *self.weight.shape)
-        if next_norm is not None and num_parts > 1:
-            parts_SMN = _product_in_parts(x_MK, self.weight.weight_NK, num_parts)
+        parts_SMN = None if next_norm is None else self._in_parts(x_MK)
+        if parts_SMN is not None:
             return Residual(
                 *add_rms_norm(parts_SMN, residual_MN, next_norm.weight_E, next_norm.eps)
             )
         # In place: out of place cuBLAS would first copy the residual.
         return Residual(residual_MN.addmm_(x_MK, self.weight.weight_NK.T))
+
+    def _in_parts(self, x_MK: Tensor) -> Tensor | None:
+        """[S, M, N], to be added up; None where the whole is as fast."""
+        if self._is_split(x_MK):
+            return hopper_split_k.hopper_split_k(x_MK, self.weight.weight_NK, max_splits=3)
+        num_parts = _num_parts(x_MK.shape[0], *self.weight.shape)
+        if num_parts == 1:
+            return None
+        return _product_in_parts(x_MK, self.weight.weight_NK, num_parts)
+
+    def _is_split(self, x_MK: Tensor) -> bool:
+        """Whether hopper_split_k takes the product, and is faster."""
+        M, (N, K) = len(x_MK), self.weight.shape
+        takes = hopper_split_k.can_take(x_MK.device, x_MK.dtype, N, K)
+        return takes and hopper_split_k.is_faster(M, N, K)
 
     def _is_small(self, x_MK: Tensor) -> bool:
         return beats_cublas(x_MK.shape[0], *self.weight.shape)
@@ -109,8 +127,9 @@ class TritonLinear(Linear):
         """Of which small_linear takes starts_early."""
         weight_NK = self.weight.weight_NK
         around |= {"has_silu_mul": has_silu_mul, "bias_N": self.bias_N, "scratch": self._scratch}
-        if can_take(x_MK.device, x_MK.dtype, len(x_MK), *weight_NK.shape, has_silu_mul):
-            return hopper_linear(x_MK, weight_NK, **around)
+        shape = (len(x_MK), *weight_NK.shape)
+        if hopper_linear.can_take(x_MK.device, x_MK.dtype, *shape, has_silu_mul):
+            return hopper_linear.hopper_linear(x_MK, weight_NK, **around)
         return small_linear(x_MK, weight_NK, starts_early=starts_early, **around)
 
 

@@ -11,6 +11,7 @@ writes (written_before) until it waits for it, and may itself write nothing.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -124,8 +125,9 @@ class _Shared:
         return _Shared(self.values.permute(*order))
 
     def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> _Shared:
-        assert dtype == self.dtype
-        return _Shared(self.values.view(*shape))
+        """As much of it as the shape takes."""
+        assert dtype == self.dtype and self.values.is_contiguous()
+        return _Shared(self.values.view(-1)[: math.prod(shape)].view(*shape))
 
     def load(self, layout: None) -> Tensor:
         """Threads see their own stores without a fence."""
@@ -418,6 +420,7 @@ _LANGUAGE: dict[str, Any] = {
         convert_layout=lambda x, layout: x,
         inline_asm_elementwise=_inline_asm,
         split=lambda x: x.unbind(-1),
+        join=lambda a, b: torch.stack((a, b), -1),
         allocate_shared_memory=_allocate,
         warp_specialize=_warp_specialize,
         float16=torch.float16,

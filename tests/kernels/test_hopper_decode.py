@@ -80,6 +80,25 @@ def check(
     return out
 
 
+def in_parts(decode: Callable[..., Tensor], qkv_RND: Tensor, num_parts: int) -> Any:
+    """decode, of parts that with a bias add up to this projection, all of them large."""
+    generator = torch.Generator().manual_seed(3)
+    bias_ND = torch.randn(qkv_RND.shape[1:], generator=generator).to(qkv_RND)
+    rest = qkv_RND.float() - bias_ND.float()
+    parts = []
+    for left in range(num_parts, 1, -1):
+        share = torch.randn(rest.shape, generator=generator).to(rest) if left > 2 else rest
+        parts.append(share.to(qkv_RND))
+        rest = rest - parts[-1].float()
+    parts_SRND = torch.stack([*parts, rest.to(qkv_RND)])
+
+    def run(qkv: Tensor, *arguments: Tensor, **options: Any) -> Tensor:
+        return decode(parts_SRND, *arguments, bias_N=bias_ND.flatten(), **options)
+
+    run.parts_SRND = parts_SRND  # type: ignore[attr-defined]
+    return run
+
+
 def check_on_cpu(made: Fused, config: Config | None, decode: Any = None) -> None:
     """As check, and the kernel before is not over when this one starts."""
     from gluon_on_cpu import written_before
@@ -124,6 +143,19 @@ def test_shapes_on_cpu(
 
 
 @needs_gluon
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_parts_on_cpu(num_parts: int, has_norm: bool) -> None:
+    """A projection in parts, and a bias, give what their sum gives."""
+    from gluon_on_cpu import written_before
+
+    made = made_with([33, 1, 16], has_norm=has_norm, device=CPU)
+    decode = in_parts(emulated(), made.qkv_RND, num_parts)
+    with written_before(decode.parts_SRND):
+        check(made, None, decode)
+
+
+@needs_gluon
 @pytest.mark.parametrize("left_out", ["gdc_wait", "_put_new_token"])
 def test_the_emulation_finds_what_is_left_out(left_out: str) -> None:
     """Without one of these the checks above fail."""
@@ -144,14 +176,14 @@ from pico_vllm.kernels.hopper_decode import (
     decode_config,
 )
 
-dtype, (R, D, S, group, has_norm, has_prefix) = sys.argv[1], map(int, sys.argv[2:])
+dtype, (R, D, S, group, num_parts, has_norm, has_prefix) = sys.argv[1], map(int, sys.argv[2:])
 config = decode_config(R, 2, S, D)
 tile = [2 * S, D]
 layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
-types = {f"{x}_ptr": f"*{dtype}" for x in ("qkv", "k", "v", "out", "q_norm", "k_norm")}
+types = {f"{x}_ptr": f"*{dtype}" for x in ("qkv", "k", "v", "out", "q_norm", "k_norm", "bias")}
 types |= {f"{x}_ptr": "*fp32" for x in ("partial", "stats", "cos", "sin")}
 types |= {f"{x}_ptr": "*i32" for x in ("table", "rows", "seq_lens", "prefix_lens", "counter")}
-types |= {f"{x}_stride": "i32" for x in ("block", "head", "table")}
+types |= {f"{x}_stride": "i32" for x in ("part", "block", "head", "table")}
 aligned = list(types)
 types |= {"num_splits": "i32", "num_prefix_splits": "i32", "min_rounds": "i32"}
 types |= {"kv_desc": f"tensordesc<{dtype}{tile},{layout!r}>", "scale_log2": "fp32", "eps": "fp32"}
@@ -162,6 +194,7 @@ source = GluonASTSource(
     constexprs=dict(
         NUM_KV_HEADS=2, GROUP=group, D=D, S=S, NUM_BLOCKS=config.num_blocks,
         NUM_STAGES=config.num_stages, HAS_NORM=bool(has_norm), USE_PDL=True,
+        NUM_PARTS=num_parts, HAS_BIAS=num_parts > 1,
         MAX_SPLITS=MAX_SPLITS_IN_PLACE + has_prefix * MAX_PREFIX_SPLITS,
         HAS_PREFIX=bool(has_prefix), PREFIX_STEP=PREFIX_STEP,
     ),
@@ -174,13 +207,23 @@ code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("dtype", "num_requests", "head_dim", "block_size", "group", "has_norm", "has_prefix"),
+    (
+        "dtype",
+        "num_requests",
+        "head_dim",
+        "block_size",
+        "group",
+        "num_parts",
+        "has_norm",
+        "has_prefix",
+    ),
     [
-        ("bf16", 64, 128, 16, 6, 0, 0),
-        pytest.param("bf16", 256, 128, 16, 6, 0, 1, marks=pytest.mark.slow),
-        pytest.param("bf16", 256, 128, 16, 2, 1, 0, marks=pytest.mark.slow),
-        pytest.param("fp16", 16, 64, 32, 16, 1, 1, marks=pytest.mark.slow),
-        pytest.param("bf16", 16, 128, 64, 9, 0, 0, marks=pytest.mark.slow),
+        ("bf16", 256, 128, 16, 6, 4, 0, 0),
+        pytest.param("bf16", 64, 128, 16, 6, 1, 0, 0, marks=pytest.mark.slow),
+        pytest.param("bf16", 256, 128, 16, 6, 1, 0, 1, marks=pytest.mark.slow),
+        pytest.param("bf16", 256, 128, 16, 2, 4, 1, 0, marks=pytest.mark.slow),
+        pytest.param("fp16", 16, 64, 32, 16, 1, 1, 1, marks=pytest.mark.slow),
+        pytest.param("bf16", 16, 128, 64, 9, 2, 0, 0, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_for_hopper(
@@ -189,13 +232,14 @@ def test_compiles_for_hopper(
     head_dim: int,
     block_size: int,
     group: int,
+    num_parts: int,
     has_norm: int,
     has_prefix: int,
     tmp_path: Path,
 ) -> None:
     """It becomes code for sm_90 that spills no registers; four programs fit a multiprocessor where
     blocks are not large."""
-    numbers = (num_requests, head_dim, block_size, group, has_norm, has_prefix)
+    numbers = (num_requests, head_dim, block_size, group, num_parts, has_norm, has_prefix)
     shared, usage = resources_of(COMPILE, dtype, *numbers, folder=tmp_path)
     assert shared <= (56 if block_size * head_dim < 8192 else 72) * 1024
     assert " STACK:0 " in usage and " LOCAL:0 " in usage
@@ -231,6 +275,8 @@ def test_arguments_that_are_refused() -> None:
         ((qkv, k.half(), v), {}, "k is torch.float16 and v torch.bfloat16"),
         ((qkv, v, k), {}, "V must lie right behind K"),
         ((qkv, k, v), {"scale": 0.0}, "scale 0.0 must be above 0"),
+        ((qkv, k, v), {"bias_N": qkv[0, 0]}, r"bias is \(64,\).*\(1024,\)"),
+        ((qkv, k, v), {"bias_N": torch.zeros(1024)}, "torch.float32"),
         ((qkv, k, v), {"config": large}, "64 splits are more than 16"),
         ((qkv, k, v), {"config": many, "scratch": one}, "2 requests need 24576"),
     ]
@@ -281,6 +327,16 @@ def test_small(num_splits: int) -> None:
     """A few requests, with splits and without."""
     config = Config(num_splits, num_blocks=2, num_stages=2, min_rounds=1)
     check(made_with([1, 0, 16, 100, 33], head_dim=128, has_norm=True), config)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
+def test_parts(num_parts: int, head_dim: int) -> None:
+    """A projection in parts, and a bias, give what their sum gives."""
+    made = made_with([7, 300, 129, 64, 0] * 32, head_dim=head_dim, has_norm=num_parts == 3)
+    check(made, None, in_parts(hopper_rope_decode, made.qkv_RND, num_parts))
 
 
 @pytest.mark.gpu

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pico_vllm.kernels import hopper_gate_up, hopper_linear, hopper_split_k
 from pico_vllm.kernels.small_linear import small_linear_reference
-from pico_vllm.layers import triton_linear
 from pico_vllm.layers.linear import DenseWeight, Linear, Residual
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.triton_linear import TritonLayers
@@ -57,9 +57,9 @@ def test_products_that_hopper_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return small_linear_reference(x_MK, weight_NK, **around)
 
-    monkeypatch.setattr(triton_linear, "hopper_linear", hopper)
+    monkeypatch.setattr(hopper_linear, "hopper_linear", hopper)
     monkeypatch.setattr(
-        triton_linear, "can_take", lambda device, dtype, M, N, K, has_silu_mul: M == 6
+        hopper_linear, "can_take", lambda device, dtype, M, N, K, has_silu_mul: M == 6
     )
     generator = torch.Generator().manual_seed(0)
 
@@ -93,3 +93,71 @@ def test_products_that_hopper_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         ((64, 64), {"has_silu_mul", "residual_MN"}),
         ((80, 64), around),
     ]
+
+
+def test_products_that_are_left_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where hopper_split_k takes a product and is faster, its parts go to the norm or to whoever
+    asks for parts; their sum and the bias are what a plain layer gives, and others get it whole."""
+    taken = []
+
+    def split(x_MK: Tensor, weight_NK: Tensor, *, max_splits: int = 2) -> Tensor:
+        taken.append(tuple(weight_NK.shape))
+        return hopper_split_k.hopper_split_k_reference(x_MK, weight_NK, max_splits)
+
+    monkeypatch.setattr(hopper_split_k, "hopper_split_k", split)
+    monkeypatch.setattr(hopper_split_k, "can_take", lambda device, dtype, N, K: N != 80)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    norm, layers = RMSNorm(random(192), 1e-5), TritonLayers(DEVICE)
+    bias = random(48)
+    weights = [DenseWeight(random(n, 192)) for n in (48, 192, 80)]
+    for num_rows, expected_shapes in ((70, [(48, 192), (192, 192)]), (8, [])):
+        taken.clear()
+        x = random(num_rows, 192)
+        for weight, bias_N in zip(weights, (bias, None, None), strict=True):
+            ours, plain = layers.linear(weight, bias_N), Linear(weight, bias_N)
+            parts = ours.normed_in_parts(norm, Residual(x))
+            whole = parts.parts_SMN.sum(0) + (0.0 if parts.bias_N is None else parts.bias_N)
+            expected = plain.normed(norm, Residual(x))
+            torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                ours.normed(norm, Residual(x)), expected, rtol=1e-4, atol=1e-4
+            )
+        assert taken == expected_shapes
+        taken.clear()
+        ours = layers.linear(weights[1], None)
+        got = ours.added(x, Residual(x.clone()), norm)
+        expected = x + x @ weights[1].weight_NK.T
+        torch.testing.assert_close(got.x_TE, expected, rtol=1e-4, atol=1e-4)
+        assert taken == expected_shapes[1:]
+        ours.added(x, Residual(x.clone()))
+        assert taken == expected_shapes[1:], "nobody behind adds it up"
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gate_and_up_that_hopper_takes(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel where it is faster, and only for weights without a bias."""
+    taken = []
+
+    def gate_up(x_TE: Tensor, weight_NE: Tensor) -> Tensor:
+        taken.append(len(x_TE))
+        return hopper_gate_up.hopper_gate_up_reference(x_TE, weight_NE)
+
+    monkeypatch.setattr(hopper_gate_up, "hopper_gate_up", gate_up)
+    monkeypatch.setattr(hopper_gate_up, "can_take", lambda device, dtype, F, E: True)
+    monkeypatch.setattr(hopper_gate_up, "is_faster", lambda T, F: T > 70)
+    generator = torch.Generator().manual_seed(0)
+    weight = DenseWeight(torch.randn(64, 48, generator=generator).to(DEVICE))
+    bias_N = torch.randn(64, generator=generator).to(DEVICE) if has_bias else None
+    norm = RMSNorm(torch.ones(48, device=DEVICE), 1e-5)
+    for num_rows in (70, 71):
+        x = torch.randn(num_rows, 48, generator=generator).to(DEVICE)
+        ours, plain = (
+            linear.normed_silu_mul(norm, Residual(x))
+            for linear in (TritonLayers(DEVICE).linear(weight, bias_N), Linear(weight, bias_N))
+        )
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert taken == ([] if has_bias else [71])
