@@ -19,7 +19,12 @@ from pico_vllm.kernels import hopper_decode, shared_prefix
 from pico_vllm.kernels.copy_blocks import copy_blocks
 from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
 from pico_vllm.kernels.paged_decode import DecodeScratch, paged_decode, rope_paged_decode
-from pico_vllm.kernels.paged_prefill import PrefillConfig, choose_config, paged_prefill
+from pico_vllm.kernels.paged_prefill import (
+    PrefillConfig,
+    PrefillScratch,
+    choose_config,
+    paged_prefill,
+)
 from pico_vllm.kernels.rope_store_kv import rope_store_kv
 from pico_vllm.layers.linear import Parts
 
@@ -57,9 +62,12 @@ class TritonKV:
         """Whether steps in which all decode may say who shares a prefix."""
         self._token_bytes = 2 * model.num_kv_heads * model.head_dim * dtype.itemsize  # of a layer
         self.prefill_config: PrefillConfig | None = None
+        self.prefill_scratch: PrefillScratch | None = None
         if is_batch_invariant:
             self.prefill_config = choose_config(1, model.num_heads, model.head_dim, dtype)
             self.decode_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        else:
+            self.prefill_scratch = PrefillScratch.allocate(model.head_dim, device)
         self.scratch = DecodeScratch.allocate(
             max_num_seqs, model.num_heads, model.num_kv_heads, model.head_dim, device
         )
@@ -186,6 +194,8 @@ class TritonStep:
                 q_rot_THD, *kv.layers[layer], batch.block_table, self._table_rows[n:fresh],
                 self._starts(n, fresh, n), batch.seq_lens[n:fresh],
                 scale=kv.scale, new_kv_TGD=tuple(new_kv_TGD), out=out_THD[:num_older],
+                # What _starts computes behind decoding requests may not be there early enough.
+                scratch=kv.prefill_scratch if n == 0 else None,
                 config=kv.prefill_config,
             )  # fmt: skip
         if fresh_token < batch.num_tokens:

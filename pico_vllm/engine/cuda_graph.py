@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 Tail = Literal["sample", "full"]
 """What follows the forward pass: ids by temperature alone, or all that a request can ask for."""
 EXTEND_TOKENS = (
-    16, *range(32, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 128), 4096,
+    *range(16, 64, 8), *range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 128), 4096,
 )  # fmt: skip
-"""Padding is computed like tokens: at most an eighth from 256 on, and a sixteenth from 2,048 on."""
+"""Padding is computed like tokens: less than 8 of them where 16 to 64 are new, as behind many a
+cached prefix; at most an eighth from 256 on, and a sixteenth from 2,048 on."""
 MAX_EXTEND_TOKENS = EXTEND_TOKENS[-1]
 
 

@@ -131,6 +131,7 @@ def profile_activations(
     """
     from pico_vllm.engine.cuda_graph import MAX_EXTEND_TOKENS
     from pico_vllm.engine.device_batch import Shape, fresh_shape
+    from pico_vllm.kernels.paged_prefill import MAX_SPLIT_TOKENS
 
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
     one_block = replace(config, num_kv_blocks=1)
@@ -145,12 +146,14 @@ def profile_activations(
         largest = Shape(tokens, rows, is_decode=False)
         in_graph = min(tokens, MAX_EXTEND_TOKENS)
         largest_in_graph = Shape(in_graph, min(rows, in_graph), is_decode=False)
-        short = min(tokens, 128)
+        # Prompts' attention has a kernel for keys in splits and one for those that are whole.
+        short, medium = min(tokens, 128), min(tokens, 2 * MAX_SPLIT_TOKENS)
         of_first_answer = fresh_shape(min(tokens, 16), 1), Shape(1, 1, is_decode=True)
         runner.compile(
             (
                 largest, largest_in_graph, Shape(short, 1, is_decode=False), fresh_shape(short, 1),
-                Shape(rows, rows, is_decode=True), *of_first_answer,
+                Shape(medium, 1, is_decode=False), Shape(rows, rows, is_decode=True),
+                *of_first_answer,
             )
         )  # fmt: skip
         eager_bytes = _peak_bytes(runner, largest)

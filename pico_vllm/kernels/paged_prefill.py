@@ -7,6 +7,11 @@ A program takes a tile: some tokens of one request, times the query heads that s
 the rows of one matrix. It goes over the keys those tokens see, block_n at a time. The number of
 programs depends on T and R alone, so that a CUDA graph can hold the launch.
 
+Few tokens behind a long context are few tiles, each with many rounds to do one after the other.
+There the keys are cut too: a program takes a (tile, KV head, split), and leaves its sums in a
+scratch, which a second kernel adds up, token by token and head by head. Splits without a key leave
+at once.
+
 All keys lie in the pool. This step's lie in one piece besides, as the kernels before left them:
 from there the card's copy engine (TMA) brings a round's keys without addresses of threads. 8,192
 tokens of 12 heads of 128 take 416 to 435 us on an H200, from the pool 480 to 510. Rounds are the
@@ -17,7 +22,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -35,6 +41,13 @@ from pico_vllm.kernels.store_kv import check_pool
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
+MAX_SPLIT_TOKENS = 128
+"""Of a launch whose keys are cut into splits."""
+MAX_PROMPT_SPLITS = 32
+MOST_SPLIT_PROGRAMS = 2 * NUM_MULTIPROCESSORS
+"""That the tiles are cut into where they are fewer: all of them run at once."""
+SPLIT_ROWS = 64
+"""Most rows of a tile whose keys are cut."""
 
 
 def paged_prefill_reference(
@@ -155,24 +168,48 @@ def _weigh(scores, total, highest, scale_log2):
     return weights, shrink, total * shrink + tl.sum(weights, 1), new_highest
 
 
-# Specialised on neither count, nor on where a mixed step's rows lie behind those that decode: steps
-# of all sizes share one compiled kernel.
+@triton.jit
+def _part_of_split(split, num_splits, num_unmasked, num_keys, BLOCK_N: tl.constexpr):
+    """Where its keys begin, where those end that all rows see, and where all end; and how many
+    splits have any.
+
+    The last one has the rounds that need a mask, and as many of the others as make it as long as
+    the rest; at least one, so that in its first round each row sees a key.
+    """
+    num_rounds = tl.cdiv(tl.maximum(num_keys, 0), BLOCK_N)
+    rounds_each = tl.maximum(tl.cdiv(num_rounds, num_splits), 1)
+    num_masked = num_rounds - num_unmasked // BLOCK_N
+    rounds_before_last = num_unmasked // BLOCK_N - tl.maximum(rounds_each - num_masked, 1)
+    rounds_before_last = tl.maximum(rounds_before_last, 0)
+    num_used = tl.cdiv(rounds_before_last, rounds_each) + 1
+    is_last = split == num_used - 1
+    begin = tl.minimum(split * rounds_each, rounds_before_last) * BLOCK_N
+    end = tl.minimum((split + 1) * rounds_each, rounds_before_last) * BLOCK_N
+    return begin, tl.where(is_last, num_unmasked, end), tl.where(is_last, num_keys, end), num_used
+
+
+# Specialised on no count, nor on where a mixed step's rows lie behind those that decode: steps of
+# all sizes share one compiled kernel, and one more where keys are cut.
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_requests"],
+    do_not_specialize=["num_tokens", "num_requests", "num_splits"],
     do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"],
 )
 def _paged_prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_new, v_new,
     table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, out_ptr,
-    num_tokens, num_requests, scale_log2,
+    partial_ptr, stats_ptr, num_used_ptr,
+    num_tokens, num_requests, num_splits, scale_log2,
     stride_qt, stride_qh, stride_b, stride_g, stride_s, stride_w, stride_ot, stride_oh,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_NEW: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_NEW: tl.constexpr, HAS_SPLITS: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(USE_PDL)
-    wait_for_inputs(USE_PDL)
+    # With splits starts, lengths and rows are read before that: few tiles do not hide how long it
+    # takes, and it is over when the kernel before ends.
+    if not HAS_SPLITS:
+        wait_for_inputs(USE_PDL)
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     g = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -198,13 +235,28 @@ def _paged_prefill_kernel(
     # Padding may lack a program at its end, not at its beginning.
     first = tl.where(is_request, behind, ahead) * TILE_TOKENS
     if first >= query_len:
+        if HAS_SPLITS:
+            # Waits too: whoever waits for this kernel waits for all before it.
+            wait_for_inputs(USE_PDL)
         return
     seq_len = tl.load(seq_lens_ptr + r, mask=is_request, other=0)
     row = tl.load(rows_ptr + r, mask=is_request, other=0)
+    num_tile_tokens = tl.minimum(TILE_TOKENS, query_len - first)
+    first_position = seq_len - query_len + first
+    num_keys = first_position + num_tile_tokens  # at most 0 where seq_len is 0
+    num_unmasked = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+    begin = 0
+    if HAS_SPLITS:
+        split = tl.program_id(1)
+        begin, num_unmasked, num_keys, num_used = _part_of_split(
+            split, num_splits, num_unmasked, num_keys, BLOCK_N
+        )
+        wait_for_inputs(USE_PDL)
+        if split >= num_used:
+            return
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
-    num_tile_tokens = tl.minimum(TILE_TOKENS, query_len - first)
     md_mask = (m < num_tile_tokens * GROUP)[:, None] & (d < D)[None, :]
     # 64 bits to the tile, 32 within: the rows' offsets stay in registers over the loops.
     first_token = (query_start + first).to(tl.int64)
@@ -212,10 +264,7 @@ def _paged_prefill_kernel(
     q_rows = m // GROUP * stride_qt + m % GROUP * stride_qh
     q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=md_mask, other=0.0)
 
-    first_position = seq_len - query_len + first
     positions = first_position + m // GROUP
-    num_keys = first_position + num_tile_tokens  # at most 0 where seq_len is 0
-    num_unmasked = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
     table_ptr += row.to(tl.int64) * stride_w
     k_ptr += g * stride_g
     v_ptr += g * stride_g
@@ -226,7 +275,7 @@ def _paged_prefill_kernel(
     if HAS_NEW:
         context_len = tl.maximum(seq_len - query_len, 0)
         num_from_pool = tl.minimum(tl.cdiv(context_len, BLOCK_N) * BLOCK_N, num_unmasked)
-    for start in tl.range(0, num_from_pool, BLOCK_N):
+    for start in tl.range(begin, num_from_pool, BLOCK_N):
         acc, total, highest = attend_keys(
             acc, total, highest, q, positions, k_ptr, v_ptr, table_ptr, start, num_keys, scale_log2,
             stride_b, stride_s, D, D_PAD, S, BLOCK_N, False, PRECISION,
@@ -244,10 +293,72 @@ def _paged_prefill_kernel(
             acc, total, highest, q, positions, k_ptr, v_ptr, table_ptr, start, num_keys, scale_log2,
             stride_b, stride_s, D, D_PAD, S, BLOCK_N, True, PRECISION,
         )  # fmt: skip
+    if HAS_SPLITS:
+        tokens = first_token + m // GROUP
+        if split == 0:
+            tl.store(num_used_ptr + tokens, num_used, mask=m < num_tile_tokens * GROUP)
+        if num_used > 1:
+            heads = NUM_KV_HEADS * GROUP
+            at = (split * num_tokens + tokens) * heads + g * GROUP + m % GROUP
+            tl.store(stats_ptr + at * 2, highest, mask=m < num_tile_tokens * GROUP)
+            tl.store(stats_ptr + at * 2 + 1, total, mask=m < num_tile_tokens * GROUP)
+            tl.store(partial_ptr + at[:, None] * D + d[None, :], acc, mask=md_mask)
+            return
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_ptr += first_token * stride_ot + g * GROUP * stride_oh
     out_rows = m // GROUP * stride_ot + m % GROUP * stride_oh
     tl.store(out_ptr + out_rows[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), md_mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _add_splits_kernel(
+    partial_ptr, stats_ptr, num_used_ptr, out_ptr, num_tokens, stride_ot, stride_oh,
+    D: tl.constexpr, D_PAD: tl.constexpr, MOST: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one token."""
+    let_next_start(USE_PDL)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split, d = tl.arange(0, MOST), tl.arange(0, D_PAD)
+    at = (split * num_tokens + token) * tl.num_programs(1) + head
+    wait_for_inputs(USE_PDL)
+    num_used = tl.load(num_used_ptr + token)
+    if num_used == 1:
+        return  # its program wrote the result
+    is_used = split < num_used
+    highest = tl.load(stats_ptr + at * 2, mask=is_used, other=float("-inf"))
+    totals = tl.load(stats_ptr + at * 2 + 1, mask=is_used, other=0.0)
+    parts = tl.load(
+        partial_ptr + at[:, None] * D + d[None, :],
+        mask=is_used[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    weights = tl.exp2(highest - tl.max(highest, 0))
+    out = tl.sum(parts * weights[:, None], 0) / tl.sum(totals * weights, 0)
+    out_ptrs = out_ptr + token * stride_ot + head * stride_oh + d
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillScratch:
+    """Where splits leave their part until they are added up. One serves all layers of a step: a
+    layer's attention is over before the next one's begins."""
+
+    partials: Tensor
+    """fp32, at least splits * T * H * D."""
+    stats: Tensor
+    """fp32, at least splits * T * H * 2: highest score and sum of weights."""
+    num_used: Tensor
+    """[>= T] int32: how many splits of a token's tile have keys."""
+
+    @classmethod
+    def allocate(cls, head_dim: int, device: torch.device) -> PrefillScratch:
+        """Enough for any launch that split_further makes: 8.8 MB for a head dim of 128."""
+        num_sums = MOST_SPLIT_PROGRAMS * SPLIT_ROWS
+        return cls(
+            torch.empty(num_sums * head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_sums * 2, dtype=torch.float32, device=device),
+            torch.empty(MAX_SPLIT_TOKENS, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,6 +376,8 @@ class PrefillConfig:
     """Per thread. 128 lets two programs of 8 warps share a multiprocessor."""
     uses_new: bool = False
     """Take this step's keys and values from where they lie in one piece."""
+    num_splits: int = 1
+    """Of a tile's keys, at most MAX_PROMPT_SPLITS. The bits depend on it."""
 
 
 def choose_config(
@@ -292,6 +405,28 @@ def choose_config(
     return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
 
 
+def split_further(
+    config: PrefillConfig,
+    num_tokens: int,
+    num_requests: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> PrefillConfig:
+    """The config with splits, where its tiles leave most of the card idle. It depends on what a
+    graph is made for alone."""
+    if num_tokens > MAX_SPLIT_TOKENS or config.block_m > SPLIT_ROWS:
+        return config
+    tile_tokens = config.block_m // (num_heads // num_kv_heads)
+    num_tiles = triton.cdiv(num_tokens, tile_tokens) + num_requests
+    num_splits = min(MAX_PROMPT_SPLITS, MOST_SPLIT_PROGRAMS // (num_tiles * num_kv_heads))
+    if num_splits < 2:
+        return config
+    # Few rounds each: what counts is how soon the first one's keys are there.
+    num_stages = 3 if config.num_stages == 2 and head_dim <= 128 else config.num_stages
+    return replace(config, num_splits=num_splits, num_stages=num_stages)
+
+
 @functools.cache
 def has_copy_engine(device: torch.device) -> bool:
     """Whether multiprocessors have one (compute capability 9.0 and newer)."""
@@ -317,6 +452,7 @@ def paged_prefill(
     scale: float,
     new_kv_TGD: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
+    scratch: PrefillScratch | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
     """Attend each request's new tokens over its paged KV, which holds theirs already. Causal.
@@ -332,17 +468,20 @@ def paged_prefill(
         new_kv_TGD       keys, rotated, and values of q's tokens, the same as in the pool: [T, G, D]
                          each, heads contiguous. Read where that is faster
         seq_lens_R       [R] int32, tokens, counting the new ones
+        scratch          where it is given, few tiles are cut into splits (split_further)
         returns          [T, H, D], dtype of q; softmax and sums in fp32. Written to `out` if given
 
     Raises:
         ValueError: a head dim, group or scale the kernel cannot take, or shapes, dtypes or strides
-            that do not fit each other.
+            that do not fit each other, the scratch included.
 
     Not checked, as it would stall the stream: block ids and rows in range, query_start_loc rising
     to at most T, query_len <= seq_len where seq_len > 0. A query_len of 0 is a padded request;
     padding tokens and those of a request with seq_len 0 give zeros.
-    Same answer as paged_prefill_pool_reference. With one config, a token's bits depend neither on
-    what else is in the batch nor on how its prompt is cut into chunks.
+    With splits query_start_loc, rows and seq_lens are read without waiting: they must lie complete
+    before the kernel that was launched just before this one.
+    Same answer as paged_prefill_pool_reference. With one config, a token's bits do not depend on
+    what else is in the batch and, without splits, nor on how its prompt is cut into chunks.
     Source: Dao 2023, arXiv:2307.08691, over the blocks of Kwon et al. 2023, arXiv:2309.06180.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -350,12 +489,16 @@ def paged_prefill(
     num_requests = rows_R.shape[0]
     check_pool(k_BGSD, v_BGSD)
     check_head_dim(head_dim)
-    if config is None:
-        has_new = new_kv_TGD is not None and has_copy_engine(q_THD.device)
-        config = choose_config(num_tokens, num_heads, head_dim, q_THD.dtype, has_new=has_new)
     if num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     group = num_heads // num_kv_heads
+    if config is None:
+        has_new = new_kv_TGD is not None and has_copy_engine(q_THD.device)
+        config = choose_config(num_tokens, num_heads, head_dim, q_THD.dtype, has_new=has_new)
+        if scratch is not None and group <= config.block_m:
+            config = split_further(
+                config, num_tokens, num_requests, num_heads, num_kv_heads, head_dim
+            )
     if group > config.block_m:
         raise ValueError(f"{group} query heads a KV head exceed the tile's {config.block_m} rows")
     if k_BGSD.shape[3] != head_dim or k_BGSD.dtype != q_THD.dtype:
@@ -388,22 +531,51 @@ def paged_prefill(
         if new_kv_TGD is None:
             raise ValueError("the config wants this step's keys and values in one piece")
         k_new, v_new = (_rounds_of(x, q_THD, num_kv_heads, config.block_n) for x in new_kv_TGD)
+    has_splits = config.num_splits > 1
+    sums: tuple[Tensor | None, ...] = (None, None, None)
+    if has_splits:
+        sums = _checked_scratch(scratch, q_THD, config)
     num_tiles = triton.cdiv(num_tokens, config.block_m // group) + num_requests
-    options = launch_options(q_THD.device)
-    if config.max_registers is not None:
-        options["maxnreg"] = config.max_registers
-    _paged_prefill_kernel[(num_tiles * num_kv_heads,)](
+    head_dim_pad = max(16, triton.next_power_of_2(head_dim))
+    options: dict[str, Any] = launch_options(q_THD.device)
+    limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+    _paged_prefill_kernel[(num_tiles * num_kv_heads, config.num_splits)](
         q_THD, k_BGSD, v_BGSD, k_new, v_new,
         block_table_WM, rows_R, query_start_loc, seq_lens_R, out,
-        num_tokens, num_requests, scale * LOG2_E,
+        *sums, num_tokens, num_requests, config.num_splits, scale * LOG2_E,
         *q_THD.stride()[:2], *k_BGSD.stride()[:3], block_table_WM.stride(0), *out.stride()[:2],
         NUM_KV_HEADS=num_kv_heads, GROUP=group,
-        D=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)), S=block_size,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, HAS_NEW=config.uses_new,
+        D=head_dim, D_PAD=head_dim_pad, S=block_size,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        HAS_NEW=config.uses_new, HAS_SPLITS=has_splits,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps, num_stages=config.num_stages, **options,
+        num_warps=config.num_warps, num_stages=config.num_stages, **options, **limit,
     )  # fmt: skip
+    if has_splits:
+        _add_splits_kernel[(num_tokens, num_heads)](
+            *sums, out, num_tokens, *out.stride()[:2],
+            D=head_dim, D_PAD=head_dim_pad, MOST=MAX_PROMPT_SPLITS, num_warps=4, **options,
+        )  # fmt: skip
     return out
+
+
+def _checked_scratch(
+    scratch: PrefillScratch | None, q_THD: Tensor, config: PrefillConfig
+) -> tuple[Tensor, ...]:
+    if config.num_splits > MAX_PROMPT_SPLITS or config.uses_new:
+        raise ValueError(
+            f"{config}: at most {MAX_PROMPT_SPLITS} splits, and of keys from the pool alone"
+        )
+    if scratch is None:
+        raise ValueError(f"{config.num_splits} splits need a scratch")
+    num_tokens, needed = q_THD.shape[0], config.num_splits * q_THD.numel()
+    held = scratch.partials.numel(), scratch.stats.numel() // 2, scratch.num_used.numel()
+    if held[0] < needed or held[1] < needed // q_THD.shape[2] or held[2] < num_tokens:
+        raise ValueError(
+            f"the scratch holds {held[0]} partial sums, {held[1]} of scores and {held[2]} tokens; "
+            f"{config.num_splits} splits of {num_tokens} tokens need {needed}"
+        )
+    return scratch.partials, scratch.stats, scratch.num_used
 
 
 def _rounds_of(x_TGD: Tensor, q_THD: Tensor, num_kv_heads: int, block_n: int) -> TensorDescriptor:

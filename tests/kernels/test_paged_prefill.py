@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from compiled import resources_of
 from paged import LAYER, PagedCase, dense_attention, paged_case
 from pairwise import pairwise
 from torch import Tensor
 
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS
 from pico_vllm.kernels.paged_prefill import (
+    MAX_PROMPT_SPLITS,
+    MAX_SPLIT_TOKENS,
+    MOST_SPLIT_PROGRAMS,
     PrefillConfig,
+    PrefillScratch,
     check_head_dim,
     choose_config,
     paged_prefill,
     paged_prefill_pool_reference,
+    split_further,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,7 +59,9 @@ class Step:
             self.q_THD, self.k_BGSD, self.v_BGSD, self.table, self.rows, self.starts, self.seq_lens
         )  # fmt: skip
 
-    def run(self, config: PrefillConfig | None = None) -> Tensor:
+    def run(
+        self, config: PrefillConfig | None = None, scratch: PrefillScratch | None = None
+    ) -> Tensor:
         # Cut from a wider tensor and full of NaN: neither contiguous nor right by chance.
         num_tokens, num_heads, head_dim = self.q_THD.shape
         wide = torch.full(
@@ -62,6 +73,7 @@ class Step:
             scale=self.scale,
             new_kv_TGD=self.new_kv_TGD,
             out=wide[:, 1:],
+            scratch=scratch,
             config=config,
         )
         assert wide[:, 0].isnan().all()
@@ -119,7 +131,9 @@ def made(
     )
 
 
-def check(step: Step, config: PrefillConfig | None = SMALL) -> Tensor:
+def check(
+    step: Step, config: PrefillConfig | None = SMALL, scratch: PrefillScratch | None = None
+) -> Tensor:
     """The kernel and its twin against dense attention of each request."""
     expected = torch.zeros(step.q_THD.shape, dtype=torch.float64)
     start = 0
@@ -131,7 +145,7 @@ def check(step: Step, config: PrefillConfig | None = SMALL) -> Tensor:
             )
         start += query_len
     allowed = ALLOWED[step.q_THD.dtype]
-    out = step.run(config)
+    out = step.run(config, scratch)
     for each in (out, paged_prefill_pool_reference(*step.arguments, scale=step.scale)):
         torch.testing.assert_close(each.cpu().double(), expected, atol=allowed, rtol=allowed)
     return out
@@ -175,6 +189,146 @@ def test_new_keys_from_one_piece(head_dim: int) -> None:
     query_lens, seq_lens = [5, 37, 40, 16, 1, 4], [5, 37, 63, 48, 40, 0]
     step = made(query_lens, seq_lens, head_dim=head_dim, num_padding=40)
     assert torch.equal(check(step, SMALL_NEW), step.run(SMALL))
+
+
+GUARD = 8
+
+
+class Guarded:
+    """A scratch just large enough, all NaN, with what nobody may touch on both sides of it."""
+
+    def __init__(self, step: Step, num_splits: int) -> None:
+        num_tokens, self.num_heads, head_dim = step.q_THD.shape
+        num_sums = num_splits * num_tokens * self.num_heads
+        self._all = [
+            torch.full((size + 2 * GUARD,), float("nan"), device=DEVICE)
+            for size in (num_sums * head_dim, num_sums * 2)
+        ]
+        used = torch.full((num_tokens + 2 * GUARD,), -1, dtype=torch.int32, device=DEVICE)
+        self.scratch = PrefillScratch(*(x[GUARD:-GUARD] for x in (*self._all, used)))
+        self._used = used
+
+    def check(self, num_used: list[int]) -> None:
+        """num_used: splits of each token that have keys."""
+        assert self._used.tolist() == [-1] * GUARD + num_used + [-1] * GUARD
+        num_rows = sum(used for used in num_used if used > 1) * self.num_heads
+        head_dim = self.scratch.partials.numel() * 2 // self.scratch.stats.numel()
+        for x, width in zip(self._all, (head_dim, 2), strict=True):
+            assert x[:GUARD].isnan().all() and x[-GUARD:].isnan().all()
+            assert (~x.isnan()).sum() == num_rows * width
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "num_splits", "num_used"),
+    [
+        # A context of whole blocks and rounds, no context, and padding of both kinds.
+        ([5, 12, 0, 0], [101, 12, 0, 0], 3, [3] * 5 + [1] * (12 + 6)),
+        # Less than a round, a round with the token itself, one more, and a request of length 0.
+        ([1, 1, 1, 3], [12, 16, 33, 0], 2, [1, 1, 2, 1, 1, 1] + [1] * 6),
+        # A long one and a short one, and more splits than rounds.
+        ([11, 2], [123, 17], 9, [7] * 11 + [1] * 2 + [1] * 6),
+        # The last split has two rounds with a mask, and the one before them. Of the first tile the
+        # second token is the one that makes a round whole.
+        ([20], [114], 4, [3] * 10 + [4] * 10 + [1] * 6),
+    ],
+)  # fmt: skip
+def test_splits(
+    query_lens: list[int], seq_lens: list[int], num_splits: int, num_used: list[int]
+) -> None:
+    """Keys cut into splits give the same, and the same bits again; what fits into one split gives
+    the bits that it gives uncut. Nothing but the splits in use is written to the scratch."""
+    step = made(query_lens, seq_lens, num_padding=6)
+    guarded, config = Guarded(step, num_splits), replace(SMALL, num_splits=num_splits)
+    out = check(step, config, guarded.scratch)
+    guarded.check(num_used)
+    assert torch.equal(step.run(config, guarded.scratch), out)
+    is_whole = torch.tensor(num_used) == 1
+    assert torch.equal(out[is_whole], step.run(SMALL)[is_whole])
+
+
+def test_splits_by_default() -> None:
+    """With a scratch, few tokens are cut as split_further says, others not at all."""
+    step = made([3], [200])
+    config = split_further(choose_config(3, 6, 32, torch.float32), 3, 1, 6, 2, 32)
+    guarded = Guarded(step, config.num_splits)
+    check(step, None, guarded.scratch)
+    guarded.check([6] * 3)
+    many = made([MAX_SPLIT_TOKENS + 1], [MAX_SPLIT_TOKENS + 1], group=1, num_kv_heads=1)
+    unused = Guarded(many, 1)
+    many.run(None, unused.scratch)
+    unused.check([-1] * (MAX_SPLIT_TOKENS + 1))
+
+
+def test_splits_of_any_launch_fit_the_scratch() -> None:
+    """Splits stay few enough for the scratch, and for all programs to run at once."""
+    scratch = PrefillScratch.allocate(1, torch.device("cpu"))
+    for num_heads, num_kv_heads in ((12, 2), (16, 8), (32, 8), (14, 2), (9, 3), (1, 1), (64, 1)):
+        for num_tokens in range(1, 2 * MAX_SPLIT_TOKENS):
+            for num_requests in (1, 2, 8, 64):
+                for dtype in (torch.bfloat16, torch.float32):
+                    if dtype == torch.float32 and num_heads == 64:
+                        continue  # does not fit its tile
+                    cut = split_further(
+                        choose_config(num_tokens, num_heads, 128, dtype),
+                        num_tokens, num_requests, num_heads, num_kv_heads, 128,
+                    )  # fmt: skip
+                    if cut.num_splits == 1:
+                        continue
+                    assert cut.num_splits <= MAX_PROMPT_SPLITS and num_tokens <= MAX_SPLIT_TOKENS
+                    sums = cut.num_splits * num_tokens * num_heads
+                    assert sums <= scratch.partials.numel() and 2 * sums <= scratch.stats.numel()
+                    assert num_tokens <= scratch.num_used.numel()
+                    tile_tokens = cut.block_m // (num_heads // num_kv_heads)
+                    num_tiles = -(-num_tokens // tile_tokens) + num_requests
+                    assert num_tiles * num_kv_heads * cut.num_splits <= MOST_SPLIT_PROGRAMS
+    forty_eight = choose_config(48, 12, 128, torch.bfloat16), 48, 1, 12, 2, 128
+    assert split_further(*forty_eight).num_splits == MOST_SPLIT_PROGRAMS // 12
+
+
+COMPILE = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pico_vllm.kernels.paged_prefill import (
+    _paged_prefill_kernel as kernel, choose_config, split_further
+)
+
+config = split_further(choose_config(48, 12, 128, torch.bfloat16), 48, 1, 12, 2, 128)
+pointers = ("q_ptr", "k_ptr", "v_ptr", "out_ptr")
+types = {name: "*bf16" for name in pointers}
+types |= {name: "*i32" for name in ("table_ptr", "query_start_loc_ptr", "num_used_ptr")}
+types |= {"partial_ptr": "*fp32", "stats_ptr": "*fp32"}
+types |= {f"stride_{name}": "i32" for name in ("qt", "qh", "b", "g", "s", "w", "ot", "oh")}
+aligned = [*types]
+types |= {"rows_ptr": "*i32", "seq_lens_ptr": "*i32", "scale_log2": "fp32"}
+types |= {f"num_{name}": "i32" for name in ("tokens", "requests", "splits")}
+names = [p.name for p in kernel.params]
+source = ASTSource(
+    fn=kernel,
+    signature={name: types.get(name, "constexpr") for name in names},
+    constexprs=dict(
+        k_new=None, v_new=None, NUM_KV_HEADS=2, GROUP=6, D=128, D_PAD=128, S=16,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, HAS_NEW=False, HAS_SPLITS=True,
+        PRECISION="tf32", USE_PDL=True,
+    ),
+    attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+)
+options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": True}
+code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+assert config.num_warps == 4
+"""
+
+
+def test_programs_of_splits_share_a_multiprocessor(tmp_path: Path) -> None:
+    """Compiled for sm_90, as many as MOST_SPLIT_PROGRAMS asks for have room at once, and none
+    spills registers."""
+    shared, usage = resources_of(COMPILE, folder=tmp_path)
+    each = MOST_SPLIT_PROGRAMS // NUM_MULTIPROCESSORS
+    registers = int(re.findall(r"REG:(\d+)", usage)[0])
+    assert each * (shared + 1024) <= 228 * 1024
+    assert each * 128 * registers <= 65536 and "STACK:0 " in usage and " LOCAL:0 " in usage
 
 
 def test_whole_equals_chunked() -> None:
@@ -229,6 +383,18 @@ def test_arguments_that_are_refused() -> None:
             {"config": SMALL_NEW, "new_kv_TGD": (q[:, :2], q[:, :1])},
             r"are \[4, 1, 32\] torch.float32, not \[4, 2, 32\]",
         ),
+        ((q, k, v, *ids), {"config": replace(SMALL, num_splits=2)}, "2 splits need a scratch"),
+        ((q, k, v, *ids), {"config": replace(SMALL, num_splits=33)}, "at most 32 splits"),
+        (
+            (q, k, v, *ids),
+            {"config": replace(SMALL_NEW, num_splits=2), "new_kv_TGD": step.new_kv_TGD},
+            "from the pool alone",
+        ),
+        (
+            (q, k, v, *ids),
+            {"config": replace(SMALL, num_splits=3), "scratch": Guarded(step, 2).scratch},
+            "holds 1536 partial sums.*need 2304",
+        ),
     ]
     for arguments, keywords, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -247,7 +413,38 @@ def test_grid(dtype: torch.dtype, head_dim: int, block_size: int, group: int) ->
     S = block_size
     query_lens = [S - 1, S, S + 1, 1, 150, 0]
     seq_lens = [S - 1, 2 * S, 3 * S + 1, 4 * S, 333, 0]
-    check(made(query_lens, seq_lens, num_padding=40, **shape), None)
+    step = made(query_lens, seq_lens, num_padding=40, **shape)
+    check(step, None)
+    cut = replace(choose_config(400, 2 * group, head_dim, dtype), num_splits=5)
+    check(step, cut, Guarded(step, 5).scratch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 28, 48, MAX_SPLIT_TOKENS])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(12, 2), (16, 8), (32, 8)])
+def test_splits_of_a_launch(num_tokens: int, num_heads: int, num_kv_heads: int) -> None:
+    """Few tokens behind contexts of any length equal the twin in fp32, and again in the same
+    bits."""
+    scratch = PrefillScratch.allocate(128, DEVICE)
+    for x in (scratch.partials, scratch.stats):
+        x.fill_(float("nan"))
+    rest = num_tokens - num_tokens // 2
+    for query_lens, contexts in (
+        ([num_tokens], [2083]),
+        ([num_tokens], [0]),
+        ([num_tokens // 2, rest, 0, 0], [8192, 144, 0, 0]),
+        ([num_tokens // 2, rest], [16, 640]),
+    ):
+        seq_lens = [x + y for x, y in zip(query_lens, contexts, strict=True)]
+        step = made(
+            query_lens, seq_lens, group=num_heads // num_kv_heads, num_kv_heads=num_kv_heads,
+            head_dim=128, dtype=torch.bfloat16, num_padding=MAX_SPLIT_TOKENS - num_tokens,
+        )  # fmt: skip
+        in_fp32 = (x.float() if x.is_floating_point() else x for x in step.arguments)
+        expected = paged_prefill_pool_reference(*in_fp32, scale=step.scale)
+        out = step.run(None, scratch)
+        torch.testing.assert_close(out.float(), expected, atol=1.6e-2, rtol=1.6e-2)
+        assert torch.equal(step.run(None, scratch), out)
 
 
 @pytest.mark.gpu
@@ -289,15 +486,17 @@ def test_bits_depend_on_the_request_alone(head_dim: int, num_tokens: int) -> Non
 
 
 @pytest.mark.gpu
-def test_graph_serves_other_lengths() -> None:
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_graph_serves_other_lengths(has_splits: bool) -> None:
     """A graph captured with one step's lengths gives another's results."""
-    step = made([40, 1, 7, 0], [60, 30, 7, 0], head_dim=64, dtype=torch.bfloat16, num_padding=16)
-    step.run()
+    step = made([40, 1, 7, 0], [60, 130, 7, 0], head_dim=64, dtype=torch.bfloat16, num_padding=16)
+    scratch = PrefillScratch.allocate(64, DEVICE) if has_splits else None
+    step.run(None, scratch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_prefill(*step.arguments, scale=step.scale)
+        out = paged_prefill(*step.arguments, scale=step.scale, scratch=scratch)
     step.starts.copy_(torch.tensor([0, 20, 21, 28, 50], dtype=torch.int32))
-    step.seq_lens.copy_(torch.tensor([60, 29, 7, 0], dtype=torch.int32))
+    step.seq_lens.copy_(torch.tensor([60, 129, 7, 0], dtype=torch.int32))
     graph.replay()
     expected = paged_prefill_pool_reference(*step.arguments, scale=step.scale)
     torch.testing.assert_close(out, expected, atol=1.6e-2, rtol=1.6e-2)

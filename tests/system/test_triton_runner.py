@@ -16,7 +16,7 @@ from pico_vllm.cache import triton_kv
 from pico_vllm.engine import triton_runner
 from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
-from pico_vllm.kernels import paged_decode, shared_prefix, small_linear
+from pico_vllm.kernels import paged_decode, paged_prefill, shared_prefix, small_linear
 from pico_vllm.kernels.hopper_prefill import hopper_prefill_reference
 from pico_vllm.layers.linear import Linear
 from pico_vllm.layers.triton_linear import InvariantLinear
@@ -45,6 +45,7 @@ FAMILIES = ["qwen3"] if DEVICE == "cpu" else ["qwen2", "qwen3"]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs program by program: of two outputs each, half a second for the head."""
     if DEVICE == "cpu":
+        monkeypatch.setattr(paged_prefill, "MOST_SPLIT_PROGRAMS", 6)
         is_gemv = small_linear.is_gemv
         monkeypatch.setattr(small_linear, "is_gemv", lambda M, N, K: N <= 40 and is_gemv(M, N, K))
 
@@ -52,12 +53,15 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One small layer, since the interpreter is slow; with biases (Qwen2) or QK-norm (Qwen3)."""
+    return saved_model(tmp_path_factory.mktemp("tiny"), request.param, num_layers=1)
+
+
+def saved_model(folder: Path, family: str, *, num_layers: int) -> Path:
     config = tiny.hf_config(
-        request.param, head_dim=16, num_attention_heads=3, num_key_value_heads=1,
-        hidden_size=24, intermediate_size=20, num_hidden_layers=1,
+        family, head_dim=16, num_attention_heads=3, num_key_value_heads=1,
+        hidden_size=24, intermediate_size=20, num_hidden_layers=num_layers,
     )  # fmt: skip
-    random = tiny.random_model(config, seed=11)
-    return tiny.save_model(tmp_path_factory.mktemp("tiny"), random)
+    return tiny.save_model(folder, tiny.random_model(config, seed=11))
 
 
 def test_same_answers_as_plain_operations(model: Path) -> None:
@@ -122,7 +126,8 @@ def test_batch_invariant_gives_the_same_answers(model: Path) -> None:
         wanted = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
     with LLM(str(model), **SETTINGS, batch_invariant=True) as llm:
         assert type(llm.engine._runner._model.head) is InvariantLinear
-        assert not llm.engine._runner._kv.can_share
+        kv = llm.engine._runner._kv
+        assert not kv.can_share and kv.prefill_scratch is None
         found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params)]
     assert found == wanted
 
@@ -138,6 +143,27 @@ def test_a_cached_prompt(model: Path) -> None:
             output = llm.generate(prompt, greedy(1))[0]
             assert (output.outputs, output.num_cached_tokens) == (wanted, num_cached)
         llm.engine.check_invariants()
+
+
+def test_a_cached_prefix_whose_keys_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few tokens behind a cached prefix, whose keys are attended in splits, are answered as
+    without a cache."""
+    # In the last layer only one token attends.
+    model = saved_model(tmp_path, "qwen3", num_layers=2)
+    config = paged_prefill.PrefillConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
+    monkeypatch.setattr(paged_prefill, "choose_config", lambda *_, **__: config)
+    prompts = [list(range(7, 39)), [*range(7, 39), 5, 9, 200]]
+    more = {"max_model_len": 40, "max_num_batched_tokens": 32}
+    with LLM(str(model), **PLAIN | more, enable_prefix_caching=False) as llm:
+        wanted = [llm.generate(prompt, greedy(1))[0].outputs for prompt in prompts]
+    with LLM(str(model), **SETTINGS | more | {"kernels": "attention"}) as llm:
+        found = [llm.generate(prompt, greedy(1))[0] for prompt in prompts]
+        assert llm.engine._runner._kv.prefill_scratch.num_used[:3].tolist() == [2, 2, 2]
+        llm.engine.check_invariants()
+    assert [output.outputs for output in found] == wanted
+    assert found[1].num_cached_tokens == 32
 
 
 def test_a_prefix_that_is_attended_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

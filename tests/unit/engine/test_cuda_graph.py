@@ -80,6 +80,18 @@ def test_a_batch_beyond_all_sizes_has_no_shape() -> None:
     assert made.shape_of(decode_plan(9, 5)) is None
 
 
+def test_few_tokens_behind_a_context_get_little_padding() -> None:
+    """Less than 8 tokens of it where 16 to 64 are new."""
+    made = graphs(256, 4096)
+    for num_tokens in range(16, 65):
+        plan = replace(
+            decode_plan(1, 2083), query_lens=np.array([num_tokens], np.int32), num_decodes=0
+        )
+        shape = made.shape_of(plan)
+        assert shape is not None and shape.num_requests == 1 and shape.num_fresh == 0
+        assert num_tokens <= shape.num_tokens < num_tokens + 8
+
+
 @pytest.mark.parametrize("budget", [8, 100, 8192])
 def test_extends_of_each_number_of_requests_fit_the_budget(budget: int) -> None:
     shapes = graphs(256, 4096, budget).extend_shapes()
