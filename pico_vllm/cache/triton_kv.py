@@ -26,7 +26,6 @@ from pico_vllm.kernels.paged_prefill import (
     paged_prefill,
 )
 from pico_vllm.kernels.rope_store_kv import rope_store_kv
-from pico_vllm.layers.linear import Parts
 
 
 class TritonKV:
@@ -109,18 +108,19 @@ class TritonStep:
     def rotate_and_attend(
         self,
         layer: int,
-        qkv: Parts,
+        parts_SMN: Tensor,
+        bias_N: Tensor | None,
         qk_norm: tuple[Tensor, Tensor, float] | None,
         *,
         only_last: bool,
     ) -> Tensor:
         """Write this step's KV of one layer, then attend over it and over what was cached."""
-        num_parts, num_tokens, _ = qkv.parts_SMN.shape
+        num_parts, num_tokens, _ = parts_SMN.shape
         head_dim = self._kv.device_pool.shape[-1]
         if self.adds_parts:
-            qkv_SRND = qkv.parts_SMN.view(num_parts, num_tokens, -1, head_dim)
-            return self._decode(layer, qkv_SRND, qk_norm, num_tokens, bias_N=qkv.bias_N)
-        qkv_TND = qkv.parts_SMN.view(num_tokens, -1, head_dim)
+            qkv_SRND = parts_SMN.view(num_parts, num_tokens, -1, head_dim)
+            return self._decode(layer, qkv_SRND, qk_norm, num_tokens, bias_N=bias_N)
+        qkv_TND = parts_SMN.view(num_tokens, -1, head_dim)
         n = self._batch.num_decodes
         if self._kv.prefill_config is not None:
             attended_THD = self._extend(layer, qkv_TND, qk_norm, 0)

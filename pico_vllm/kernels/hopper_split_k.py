@@ -4,8 +4,9 @@ behind adds up.
 M rows of x, K input features, N weight rows, S splits of K
 
 Outputs of a layer's smaller products are few tiles: cut along K they give more multiprocessors
-work. The norm or the attention behind reads the sums anyway and adds up. A program asks the copy engine (TMA) for its weights before
-it waits for the kernel before, and lets the kernel behind start early, which cuBLAS does not.
+work. The norm or the attention behind reads the sums anyway and adds up. A program asks the copy
+engine (TMA) for its weights before it waits for the kernel before, and lets the kernel behind start
+early, which cuBLAS does not.
 """
 
 from __future__ import annotations

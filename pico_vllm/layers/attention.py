@@ -39,13 +39,15 @@ class KVStep(Protocol):
     def rotate_and_attend(
         self,
         layer: int,
-        qkv: Parts,
+        parts_SMN: Tensor,
+        bias_N: Tensor | None,
         qk_norm: tuple[Tensor, Tensor, float] | None,
         *,
         only_last: bool,
     ) -> Tensor:
-        """The same from the fused projection as it is. qk_norm: weights of q and k, and eps.
-        only_last: attend with each request's last token alone, [R, H, D]."""
+        """The same from the fused projection as it is: parts to be added up, and a bias. qk_norm:
+        weights of q and k, and eps. only_last: attend with each request's last token alone,
+        [R, H, D]."""
         ...
 
 
@@ -92,8 +94,9 @@ class Attention:
             else:
                 parts = Parts(self.qkv.normed(self.norm, residual)[None])
             attended_THD = kv.rotate_and_attend(
-                self.layer, parts, self._qk_norm, only_last=wanted is not None
-            )
+                self.layer, parts.parts_SMN, parts.bias_N, self._qk_norm,
+                only_last=wanted is not None,
+            )  # fmt: skip
         else:
             qkv = self.qkv.normed(self.norm, residual).view(num_tokens, H + 2 * G, self.head_dim)
             qk = qkv[:, : H + G]
