@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS
 from pico_vllm.kernels.paged_prefill import (
+    FEW_ROUNDS,
     MAX_PROMPT_SPLITS,
     MAX_SPLIT_TOKENS,
     MOST_SPLIT_PROGRAMS,
@@ -249,11 +250,13 @@ def test_splits(
 
 def test_splits_by_default() -> None:
     """With a scratch, few tokens are cut as split_further says, others not at all."""
-    step = made([3], [200])
-    config = split_further(choose_config(3, 6, 32, torch.float32), 3, 1, 6, 2, 32)
-    guarded = Guarded(step, config.num_splits)
-    check(step, None, guarded.scratch)
-    guarded.check([6] * 3)
+    config = split_further(choose_config(3, 6, 32, torch.float32), 3, 1, 6, 2)
+    assert FEW_ROUNDS * config.block_n == 256
+    for num_keys, num_used in ((300, 9), (256, 1)):
+        step = made([3], [num_keys])
+        guarded = Guarded(step, config.num_splits)
+        check(step, None, guarded.scratch)
+        guarded.check([num_used] * 3)
     many = made([MAX_SPLIT_TOKENS + 1], [MAX_SPLIT_TOKENS + 1], group=1, num_kv_heads=1)
     unused = Guarded(many, 1)
     many.run(None, unused.scratch)
@@ -271,7 +274,7 @@ def test_splits_of_any_launch_fit_the_scratch() -> None:
                         continue  # does not fit its tile
                     cut = split_further(
                         choose_config(num_tokens, num_heads, 128, dtype),
-                        num_tokens, num_requests, num_heads, num_kv_heads, 128,
+                        num_tokens, num_requests, num_heads, num_kv_heads,
                     )  # fmt: skip
                     if cut.num_splits == 1:
                         continue
@@ -282,7 +285,7 @@ def test_splits_of_any_launch_fit_the_scratch() -> None:
                     tile_tokens = cut.block_m // (num_heads // num_kv_heads)
                     num_tiles = -(-num_tokens // tile_tokens) + num_requests
                     assert num_tiles * num_kv_heads * cut.num_splits <= MOST_SPLIT_PROGRAMS
-    forty_eight = choose_config(48, 12, 128, torch.bfloat16), 48, 1, 12, 2, 128
+    forty_eight = choose_config(48, 12, 128, torch.bfloat16), 48, 1, 12, 2
     assert split_further(*forty_eight).num_splits == MOST_SPLIT_PROGRAMS // 12
 
 
@@ -295,7 +298,7 @@ from pico_vllm.kernels.paged_prefill import (
     _paged_prefill_kernel as kernel, choose_config, split_further
 )
 
-config = split_further(choose_config(48, 12, 128, torch.bfloat16), 48, 1, 12, 2, 128)
+config = split_further(choose_config(48, 12, 128, torch.bfloat16), 48, 1, 12, 2)
 pointers = ("q_ptr", "k_ptr", "v_ptr", "out_ptr")
 types = {name: "*bf16" for name in pointers}
 types |= {name: "*i32" for name in ("table_ptr", "query_start_loc_ptr", "num_used_ptr")}
@@ -310,8 +313,8 @@ source = ASTSource(
     signature={name: types.get(name, "constexpr") for name in names},
     constexprs=dict(
         k_new=None, v_new=None, NUM_KV_HEADS=2, GROUP=6, D=128, D_PAD=128, S=16,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, HAS_NEW=False, HAS_SPLITS=True,
-        PRECISION="tf32", USE_PDL=True,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, FEW_ROUNDS=config.few_rounds,
+        HAS_NEW=False, HAS_SPLITS=True, PRECISION="tf32", USE_PDL=True,
     ),
     attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
 )
