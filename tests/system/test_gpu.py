@@ -17,7 +17,7 @@ from smollm2 import smollm2_path
 from tiny import greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
-from pico_vllm.engine.device_batch import Shape
+from pico_vllm.engine.device_batch import TURNS, Shape
 from pico_vllm.kernels import paged_decode, shared_prefix
 
 pytestmark = pytest.mark.gpu
@@ -333,9 +333,14 @@ def test_padding_touches_only_the_null_block(subject: Subject) -> None:
         shapes = (Shape(8, 8, is_decode=True), Shape(64, 4, is_decode=False))
         for shape, tail in itertools.product(shapes, ("sample", "full")):
             runner.graphs.capture(shape, tail)
-            runner._batch_builder.stage_padding(shape)
+            builder = runner._batch_builder
+            builder.stage_padding(shape)
+            # A graph fetches what lies in its turn's row.
+            builder._words.words[builder.turn] = builder._words.words[TURNS]
             runner.graphs.replay(shape, tail)
-        torch.cuda.synchronize()
+            builder.fetched()
+            torch.cuda.synchronize()
+            builder._words.words[:TURNS, 0] = range(TURNS)
         assert torch.equal(before, pool[1:].view(torch.uint8))
 
 
