@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from compiled import resources_of
 from torch import Tensor
 
 from pico_vllm.kernels.host_words import (
@@ -79,6 +81,45 @@ def test_ids_go_to_the_row_of_their_turn(num_ids: int, spare: int) -> None:
         wait()
         assert torch.equal(found, wanted)
         assert found[turn, :num_ids].tolist() == ids.tolist()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pico_vllm.kernels import host_words
+
+def compiled(kernel, types, **constexprs):
+    names = [p.name for p in kernel.params]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs=constexprs,
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in types
+            if not name.startswith("num")
+        },
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+shared = {"host_stride": "i32"}
+fetch = {"host_ptr": "*i32", "counter_ptr": "*i64", "words_ptr": "*i32"}
+fetch |= {"num_turns": "i32", "num_pieces": "i32"}
+code = compiled(
+    host_words._fetch_words_kernel, fetch | shared, PIECE=4, BLOCK_N=8192, USE_PDL=True
+)
+assert "ld.volatile.global.v4" in code.asm["ptx"], code.asm["ptx"]
+publish = {"host_ptr": "*i64", "ids_ptr": "*i64", "turn_ptr": "*i32", "num_ids": "i32"}
+code = compiled(host_words._publish_ids_kernel, publish | shared, BLOCK_R=1024, USE_PDL=True)
+assert "st.global.wt" in code.asm["ptx"], code.asm["ptx"]
+"""
+
+
+def test_code_for_hopper_passes_by_the_caches(tmp_path: Path) -> None:
+    """Words are read from where the host wrote them, 16 bytes at a time, and ids written through:
+    Triton drops some modifiers of loads and stores without a word."""
+    resources_of(COMPILE, folder=tmp_path)
 
 
 @pytest.mark.gpu
