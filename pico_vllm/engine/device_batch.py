@@ -13,9 +13,9 @@ Pinned memory is used in turns: a turn is over when the step that used it is kno
 holds as long as at most `TURNS - 1` steps are under way. Padding has memory of its own: a graph may
 be captured while a step's words are still to be fetched.
 
-Whose turn it is the kernel counts on the device and the host here, each once a step. Where nobody
-knows whether a step's kernel was launched, since something was raised in between, the next step
-waits for the device and sets its counter.
+Whose turn it is the kernel counts on the device and the host here, each once a step. Where
+something was raised before a step was launched whole, nobody knows how far the device has come with
+it: the next step waits for the device and sets its counter.
 
     T tokens, R requests of a shape, W = max_num_seqs + 1 rows, M block-table width
 """
@@ -165,10 +165,10 @@ class DeviceBatchBuilder:
         self._counter, self._padding_counter = (
             torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)
         )
-        self._num_fetched = 0
-        """Fetches that were launched for steps: what the counter will be."""
+        self._num_launched = 0
+        """Steps so far: what the counter will be once they are done."""
         self._is_begun = False
-        """Whether a step was begun whose fetch nobody has told of."""
+        """Whether a step was staged of which nobody has said that it was launched."""
         self._staged: _Staged | None = None
         """The last one."""
         self._held: list[_Staged | None] = [None] * TURNS
@@ -184,8 +184,8 @@ class DeviceBatchBuilder:
 
     @property
     def turn(self) -> int:
-        """Of pinned memory: that of the step which is staged next, until it is fetched."""
-        return self._num_fetched % TURNS
+        """Of pinned memory: that of the step which is staged next, until it is launched."""
+        return self._num_launched % TURNS
 
     def stage(
         self, plan: StepPlan, shape: Shape, shared: SharedPrefix | None = None
@@ -208,14 +208,14 @@ class DeviceBatchBuilder:
 
     def fetch(self, shape: Shape) -> None:
         """Launch the first kernel of a step that was staged, or capture it for all that will be.
-        Who launches it, or a graph that holds it, says so to `fetched`."""
+        Once a step is launched whole, or a graph of it, `launched` is to be told."""
         fetch_words(
             self._words.tensor[:TURNS], self._counter, self._device_words[: shape.num_words()]
         )
 
-    def fetched(self) -> None:
-        """The kernel of the staged step was launched: its turn is taken."""
-        self._num_fetched += 1
+    def launched(self) -> None:
+        """The staged step was launched: its turn is taken."""
+        self._num_launched += 1
         self._is_begun = False
 
     def stage_padding(self, shape: Shape) -> ForwardBatch:
@@ -247,7 +247,7 @@ class DeviceBatchBuilder:
         if self._is_begun:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            self._counter.fill_(self._num_fetched)
+            self._counter.fill_(self._num_launched)
         self._is_begun = True
 
     def _write(self, plan: StepPlan, staged: _Staged) -> ForwardBatch:

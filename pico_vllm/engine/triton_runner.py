@@ -249,10 +249,9 @@ class TritonRunner:
     def _replay(self, plan: StepPlan, shape: Shape, tail: Tail) -> PendingResult:
         """Of a plan that was staged."""
         assert self.graphs is not None
-        turn, host_ids = self._expect_ids(plan)
+        host_ids = self._expect_ids(plan)
         self.graphs.replay(shape, tail)
-        self._batch_builder.fetched()
-        return self._pending(plan, turn, host_ids, tail, {})
+        return self._launched(plan, host_ids, tail, {})
 
     @torch.inference_mode()
     def _launch_eagerly(
@@ -265,12 +264,11 @@ class TritonRunner:
         wants_prompt: bool,
     ) -> PendingResult:
         batch = self._stage(plan, shape, shared)
-        turn, host_ids = self._expect_ids(plan)
+        host_ids = self._expect_ids(plan)
         self._batch_builder.fetch(shape)
-        self._batch_builder.fetched()
         hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
         prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE) if wants_prompt else {}
-        return self._pending(plan, turn, host_ids, tail, prompt_logprobs)
+        return self._launched(plan, host_ids, tail, prompt_logprobs)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         host = self._host_copies[self._batch_builder.turn]
@@ -405,23 +403,21 @@ class TritonRunner:
         sample_logits(logits_RV, **options)
         return logits_RV
 
-    def _expect_ids(self, plan: StepPlan) -> tuple[int, NDArray[np.int64]]:
-        """The turn of a step that is to be launched, and where its ids will appear."""
-        turn = self._batch_builder.turn
-        host_ids = self._read_ids[turn, : len(plan.rows)]
+    def _expect_ids(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Where the ids of a step that is to be launched will appear."""
+        host_ids = self._read_ids[self._batch_builder.turn, : len(plan.rows)]
         host_ids.fill(NOT_YET)
-        return turn, host_ids
+        return host_ids
 
-    def _pending(
+    def _launched(
         self,
         plan: StepPlan,
-        turn: int,
         host_ids: NDArray[np.int64],
         tail: Tail,
         prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]],
     ) -> PendingStep:
-        """Of a step that was launched."""
-        logprobs = self._send_logprobs(plan, turn) if tail == "full" else None
+        logprobs = self._send_logprobs(plan) if tail == "full" else None
+        self._batch_builder.launched()
         return PendingStep(
             plan,
             host_ids,
@@ -431,12 +427,12 @@ class TritonRunner:
             tiers=self._tiers,
         )
 
-    def _send_logprobs(self, plan: StepPlan, turn: int) -> _LogprobWords | None:
+    def _send_logprobs(self, plan: StepPlan) -> _LogprobWords | None:
         num_top = self._sampling.num_logprobs_W[plan.rows]
         indices = np.flatnonzero(plan.is_sampled & (num_top >= 0))
         if not len(indices):
             return None
-        num_requests = len(plan.rows)
+        turn, num_requests = self._batch_builder.turn, len(plan.rows)
         host_words = self._host_words[turn, :num_requests]
         host_words.copy_(self._logprob_words[:num_requests], non_blocking=True)
         # A tiny vocabulary has fewer tokens than may be asked for.

@@ -339,7 +339,7 @@ def test_padding_touches_only_the_null_block(subject: Subject) -> None:
             # A graph fetches what lies in its turn's row.
             builder._words.words[builder.turn] = builder._words.words[TURNS]
             runner.graphs.replay(shape, tail)
-            builder.fetched()
+            builder.launched()
             torch.cuda.synchronize()
             builder._words.words[:TURNS, 0] = range(TURNS)
         assert torch.equal(before, pool[1:].view(torch.uint8))

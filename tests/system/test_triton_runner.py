@@ -360,7 +360,7 @@ def test_captures_between_steps(model: Path, wanted: list[list[int]]) -> None:
 
         builder.fetch, runner.launch = fetch_and_see, launch_and_pad
         found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, greedy(4))]
-        assert builder._counter.tolist() == [builder._num_fetched]
+        assert builder._counter.tolist() == [builder._num_launched]
     assert found == wanted
 
 
@@ -391,6 +391,6 @@ def test_a_launch_that_raises(
         failed = llm.generate(PROMPTS[0], greedy(4))[0].outputs[0]
         assert failed.finish_reason == "error" and len(failed.token_ids) < 4
         found = llm.generate(PROMPTS[0], greedy(4))[0].outputs[0].token_ids
-        assert builder._counter.tolist() == [builder._num_fetched]
+        assert builder._counter.tolist() == [builder._num_launched]
         tiny.assert_idle(llm)
     assert found == wanted[0]

@@ -51,7 +51,7 @@ def _send(
     """Staged and on the device."""
     batch = builder.stage(plan, shape, shared)
     builder.fetch(shape)
-    builder.fetched()
+    builder.launched()
     return batch
 
 
@@ -108,7 +108,7 @@ def test_padding_leaves_what_a_step_still_sends() -> None:
         assert padded.positions.tolist() == [-1] * 12
         assert builder.device_turn.tolist() == [TURNS]
         builder.fetch(shape)
-        builder.fetched()
+        builder.launched()
         assert batch.token_ids.tolist() == [row + 1] * 5 + [0] * 7
         assert batch.positions.tolist() == [*range(5)] + [-1] * 7
         assert builder.device_turn.tolist() == [(builder.turn - 1) % TURNS]
@@ -148,7 +148,7 @@ def test_plans_that_repeat_one_another(num_before: int) -> None:
             builder.stage_again(_decode_plan(rows, (lens + 77).tolist(), repeats=True))
         assert builder.stage_again(_decode_plan(rows, grown, repeats=True)) is batch
         builder.fetch(shape)
-        builder.fetched()
+        builder.launched()
         assert batch.feed is not None and batch.feed.prefix_lens is not None
         assert batch.token_ids.tolist() == [-1, -1, -1, 0]
         assert batch.feed.token_rows.tolist() == batch.feed.table_rows.tolist() == [3, 0, 2, 4]
