@@ -127,17 +127,18 @@ def test_code_for_hopper_passes_by_the_caches(tmp_path: Path) -> None:
 def test_a_graph_fetches_and_publishes(num_ids: int) -> None:
     """Replayed a thousand times, the host seeing each step's ids by looking at memory alone and
     writing the next step's words behind them, every step has its own words, in its own row."""
-    host = pinned(torch.zeros((3, 4 + num_ids), dtype=torch.int32))
+    num_words = 4 + -(-num_ids // 4) * 4
+    host = pinned(torch.zeros((3, num_words), dtype=torch.int32))
     host_ids = pinned(torch.full((3, num_ids), NOT_YET, dtype=torch.int64))
     words, ids = host.numpy(), host_ids.numpy()
     words[:, 0] = range(3)
     counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    there = torch.zeros(4 + num_ids, dtype=torch.int32, device=DEVICE)
+    there = torch.zeros(num_words, dtype=torch.int32, device=DEVICE)
     out = torch.zeros(num_ids, dtype=torch.int64, device=DEVICE)
 
     def step() -> None:
         fetch_words(host, counter, there)
-        torch.mul(there[4:], 2, out=out)
+        torch.mul(there[4 : 4 + num_ids], 2, out=out)
         publish_ids(out, there[:1], host_ids)
 
     step()
@@ -148,7 +149,7 @@ def test_a_graph_fetches_and_publishes(num_ids: int) -> None:
         step()
     for number in range(1000):
         turn = number % 3
-        words[turn, 4:] = range(number, number + num_ids)
+        words[turn, 4 : 4 + num_ids] = range(number, number + num_ids)
         ids[turn] = NOT_YET
         graph.replay()
         end = time.monotonic() + 10
