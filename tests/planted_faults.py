@@ -477,6 +477,16 @@ PLANTS = (
         "fields.token_rows[num_tokens:] = self._null_row",
         "fields.token_rows[num_tokens:] = 0",
     ),
+    Plant("a lost step goes unnoticed", DEVICE, "if self._is_begun:", "if False:"),
+    Plant(
+        "padding in the turn of a step",
+        DEVICE,
+        "self._words.words[:, 0] = range(TURNS + 1)",
+        "self._words.words[:TURNS, 0] = range(TURNS)",
+    ),
+    Plant(
+        "a turn keeps what another plan left", DEVICE, "self._held[turn] is staged", "plan.repeats"
+    ),
     # Tiers below the device.
     Plant("tier key without what was before", CHAIN, "sha256(parent + tokens", "sha256(tokens"),
     Plant("tier key without salt", CHAIN, " + salt.encode()", ""),

@@ -2,15 +2,20 @@
 
 Owner of the batch state on the device: block table, last tokens and what rows ask of the sampler
 (engine/sampling_rows.py), one row a running request and one more, of null blocks, for padding. What
-changes is sent as a list of single elements; what a step needs besides goes in one packed copy from
-pinned memory to fixed addresses, so that a graph captured for a shape finds it there.
+changes is sent as a list of single elements. What a step needs besides the host leaves in pinned
+memory, packed, and the step's first kernel fetches it to fixed addresses (kernels/host_words.py),
+so that a graph captured for a shape finds it there.
 
 A step may run for a request whose end the host has not seen yet, and count one token more in its
 row. No harm: the counts of a request that enters are rebuilt from its ids, after all such steps.
 
 Pinned memory is used in turns: a turn is over when the step that used it is known to be done, which
 holds as long as at most `TURNS - 1` steps are under way. Padding has memory of its own: a graph may
-be captured while a step's copy is still to come.
+be captured while a step's words are still to be fetched.
+
+Whose turn it is the kernel counts on the device and the host here, each once a step. Where
+something was raised before a step was launched whole, nobody knows how far the device has come with
+it: the next step waits for the device and sets its counter.
 
     T tokens, R requests of a shape, W = max_num_seqs + 1 rows, M block-table width
 """
@@ -28,6 +33,7 @@ from torch import Tensor
 from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows, has_penalties
 from pico_vllm.engine.shared_prefixes import SharedPrefix, SharedPrefixes
 from pico_vllm.forward_batch import DeviceFeed, ForwardBatch
+from pico_vllm.kernels.host_words import PIECE, fetch_words
 from pico_vllm.kernels.penalty_counts import HEADER_WORDS, rebuild_counts
 from pico_vllm.kernels.scatter import scatter
 from pico_vllm.step import NewRow, StepPlan
@@ -58,14 +64,18 @@ class Shape:
     """Decoding behind a prefix that many share, which attention reads once."""
 
     def fields(self) -> list[slice]:
-        """Where the fields of a packed copy lie, in words: each starts at 16 bytes, since kernels
-        are compiled anew for addresses that do not."""
+        """Where a step's packed fields lie, in words, the number of its turn first: each starts at
+        16 bytes, since kernels are compiled anew for addresses that do not."""
         T, R = self.num_tokens, self.num_requests
         found, at = [], 0
-        for size in (T, T, T, R, R, R, R + 1, R * self.is_shared):
+        for size in (1, T, T, T, R, R, R, R + 1, R * self.is_shared):
             found.append(slice(at, at + size))
-            at += -(-size // 4) * 4
+            at += -(-size // PIECE) * PIECE
         return found
+
+    def num_words(self) -> int:
+        """From the first field to the last."""
+        return -(-self.fields()[-1].stop // PIECE) * PIECE
 
 
 def fresh_shape(num_tokens: int, num_requests: int) -> Shape:
@@ -78,7 +88,7 @@ def fresh_shape(num_tokens: int, num_requests: int) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class _HostFields:
-    """One turn's packed copy for one shape, on the host."""
+    """Where one turn's fields for one shape lie on the host."""
 
     token_ids: NDArray[np.int32]
     token_rows: NDArray[np.int32]
@@ -90,22 +100,22 @@ class _HostFields:
     prefix_lens: NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """Where a shape's fields lie in one turn's pinned memory."""
-
-    fields: _HostFields
-    device: Tensor
-    host: Tensor
-
-
 @dataclass(slots=True)
 class _ForShape:
     """Made once for a shape: where its fields lie on the host, and its batch on the device."""
 
     batch: ForwardBatch
-    turns: dict[int, _Turn]
+    turns: dict[int, _HostFields]
     """Made when they first come round."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """A plan that was staged, and those that repeat it: but for lengths their fields are equal."""
+
+    made: _ForShape
+    shape: Shape
+    shared: SharedPrefix | None
 
 
 @dataclass(slots=True)
@@ -143,11 +153,26 @@ class DeviceBatchBuilder:
         self.shared_prefixes = SharedPrefixes(W, M, block_size)
 
         largest = Shape(max_num_batched_tokens, max_num_seqs, is_decode=False, is_shared=True)
-        most = largest.fields()[-1].stop
+        # Rows at 64 bytes: Triton's kernels are told that, and read such rows in wide loads.
+        most = -(-largest.num_words() // 16) * 16
         self._device_words = torch.zeros(most, dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
-        self._turns = [self._pinned(most) for _ in range(TURNS + 1)]  # the last one for padding
-        self._turn = 0
+        self._words = self._pinned(TURNS + 1, most)
+        """By turn, the last row for padding."""
+        self._words.words[:, 0] = range(TURNS + 1)
+        self.device_turn = self._device_words[:1]
+        """Of the step whose words were fetched last, or TURNS of padding."""
+        self._counter, self._padding_counter = (
+            torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)
+        )
+        self._num_launched = 0
+        """Steps so far: what the counter will be once they are done."""
+        self._is_begun = False
+        """Whether a step was staged of which nobody has said that it was launched."""
+        self._staged: _Staged | None = None
+        """The last one."""
+        self._held: list[_Staged | None] = [None] * TURNS
+        """By turn: whose fields its memory holds, but for lengths."""
         self._changes = [self._pinned(CHANGE_WORDS) for _ in range(TURNS)]
         self._device_changes = torch.zeros(CHANGE_WORDS, dtype=torch.int32, device=device)
         num_words = max(COUNT_WORDS, HEADER_WORDS + max_model_len)
@@ -157,29 +182,55 @@ class DeviceBatchBuilder:
         """By row: the ids that a request came with."""
         self._shapes: dict[Shape, _ForShape] = {}
 
+    @property
+    def turn(self) -> int:
+        """Of pinned memory: that of the step which is staged next, until it is launched."""
+        return self._num_launched % TURNS
+
     def stage(
         self, plan: StepPlan, shape: Shape, shared: SharedPrefix | None = None
     ) -> ForwardBatch:
-        """Send what the plan adds to the state and what its step needs. Nothing is waited for.
-        shared: where the shape is of such."""
-        self._turn = (self._turn + 1) % TURNS
+        """Send what the plan adds to the state, and leave what its step needs where `fetch` finds
+        it. Nothing is waited for. shared: where the shape is of such."""
+        self._begin()
         self._send_changes(plan)
         self._send_counts([new for new in plan.new_rows if has_penalties(new)])
         # Shapes that have a graph were padded once; others may never come again.
         made = self._for_shape(shape, is_kept=False)
-        turn = self._turn_of(made, shape, self._turn)
-        self._fill(turn.fields, plan, shared)
-        turn.device.copy_(turn.host, non_blocking=True)
-        return made.batch
+        self._staged = _Staged(made, shape, shared)
+        return self._write(plan, self._staged)
+
+    def stage_again(self, plan: StepPlan) -> ForwardBatch:
+        """The same for a plan that repeats the one staged last: in its shape, with its prefix."""
+        assert plan.repeats and self._staged is not None
+        self._begin()
+        return self._write(plan, self._staged)
+
+    def fetch(self, shape: Shape) -> None:
+        """Launch the first kernel of a step that was staged, or capture it for all that will be.
+        Once a step is launched whole, or a graph of it, `launched` is to be told."""
+        fetch_words(
+            self._words.tensor[:TURNS], self._counter, self._device_words[: shape.num_words()]
+        )
+
+    def launched(self) -> None:
+        """The staged step was launched: its turn is taken."""
+        self._num_launched += 1
+        self._is_begun = False
 
     def stage_padding(self, shape: Shape) -> ForwardBatch:
-        """A batch of padding alone: it changes nothing but what belongs to nobody."""
+        """A batch of padding alone: it changes nothing but what belongs to nobody. It is on the
+        device when this returns."""
         made = self._for_shape(shape, is_kept=True)
-        turn = self._turn_of(made, shape, TURNS)
-        self._pad(turn.fields, 0, 0)
-        turn.fields.query_start_loc[0] = 0
-        # Waits, and may: nothing is being served yet, or a new shape costs far more.
-        turn.device.copy_(turn.host)
+        fields = self._fields_of(made, shape, TURNS)
+        self._pad(fields, 0, 0)
+        fields.query_start_loc[0] = 0
+        words = self._device_words[: shape.num_words()]
+        # For the kernel to be there when a graph is captured that begins with it.
+        fetch_words(self._words.tensor[TURNS:], self._padding_counter, words)
+        # The same words. Waits, and may: nothing is being served yet, or a new shape costs far
+        # more; and comes where launches are not run.
+        words.copy_(self._words.tensor[TURNS, : len(words)])
         # For the kernel to be there when the first request with penalties comes.
         self._rebuild_counts(self._count_words[TURNS], [(self._null_row, 0, NO_ROWS)])
         return made.batch
@@ -191,6 +242,26 @@ class DeviceBatchBuilder:
     def row_tokens(self, row: int, start: int, stop: int) -> NDArray[np.int32]:
         """Token ids that the request of a row came with, at positions start to stop."""
         return self._tokens[row][start:stop]
+
+    def _begin(self) -> None:
+        if self._is_begun:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._counter.fill_(self._num_launched)
+        self._is_begun = True
+
+    def _write(self, plan: StepPlan, staged: _Staged) -> ForwardBatch:
+        turn = self.turn
+        fields = self._fields_of(staged.made, staged.shape, turn)
+        if self._held[turn] is staged:
+            num_requests = len(plan.rows)
+            fields.positions[:num_requests] = plan.context_lens
+            np.add(plan.context_lens, plan.query_lens, out=fields.seq_lens[:num_requests])
+        else:
+            self._held[turn] = None
+            self._fill(fields, plan, staged.shared)
+            self._held[turn] = staged
+        return staged.made.batch
 
     def _fill(self, fields: _HostFields, plan: StepPlan, shared: SharedPrefix | None) -> None:
         n, num_requests = plan.num_decodes, len(plan.rows)
@@ -244,7 +315,7 @@ class DeviceBatchBuilder:
             indices.append(np.arange(start, start + len(blocks.block_ids)))
             values.append(np.array(blocks.block_ids, np.int32))
         index, value = np.concatenate(indices), np.concatenate(values)
-        turn = self._changes[self._turn]
+        turn = self._changes[self.turn]
         room = len(turn.words) // 2
         for first in range(0, len(index), room):
             count = min(room, len(index) - first)
@@ -259,7 +330,7 @@ class DeviceBatchBuilder:
 
     def _send_counts(self, new_rows: Sequence[NewRow]) -> None:
         """Make the penalty counts of requests that enter, again after a preemption."""
-        turn = self._count_words[self._turn]
+        turn = self._count_words[self.turn]
         batch: list[tuple[int, int, NDArray[np.int32]]] = []
         room = len(turn.words)
         for new in new_rows:
@@ -300,7 +371,7 @@ class DeviceBatchBuilder:
     def _make(self, shape: Shape) -> _ForShape:
         T = shape.num_tokens
         ids, token_rows, positions, rows, seq_lens, sample_at, starts, prefix_lens = (
-            self._device_words[field] for field in shape.fields()
+            self._device_words[field] for field in shape.fields()[1:]
         )
         batch = ForwardBatch(
             token_ids=ids,
@@ -327,18 +398,13 @@ class DeviceBatchBuilder:
         )
         return _ForShape(batch, {})
 
-    def _turn_of(self, made: _ForShape, shape: Shape, index: int) -> _Turn:
-        turn = made.turns.get(index)
-        if turn is None:
-            pinned, fields = self._turns[index], shape.fields()
-            num_words = fields[-1].stop
-            turn = made.turns[index] = _Turn(
-                _HostFields(*(pinned.words[field] for field in fields)),
-                self._device_words[:num_words],
-                pinned.tensor[:num_words],
-            )
-        return turn
+    def _fields_of(self, made: _ForShape, shape: Shape, turn: int) -> _HostFields:
+        fields = made.turns.get(turn)
+        if fields is None:
+            words = self._words.words[turn]
+            fields = made.turns[turn] = _HostFields(*(words[at] for at in shape.fields()[1:]))
+        return fields
 
-    def _pinned(self, num_words: int) -> _Pinned:
+    def _pinned(self, *shape: int) -> _Pinned:
         is_pinned = self._device.type == "cuda"
-        return _Pinned(torch.zeros(num_words, dtype=torch.int32, pin_memory=is_pinned))
+        return _Pinned(torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned))

@@ -1,9 +1,10 @@
 """TritonRunner: executes a StepPlan on a device that works on its own. copy blocks -> state and
-inputs to the device -> forward and sample as one graph -> ids back.
+inputs to the device -> forward and sample -> ids back, as one graph.
 
-`launch` waits for nothing; `PendingStep.result` waits for one event. A step's ids stay on the
-device as the next step's input, so the next step may be launched before they are read. Only a step
-that computes log-probabilities of prompt tokens waits.
+`launch` waits for nothing. A step's last kernel writes its ids to pinned memory, where
+`PendingStep.result` waits for them to appear; they stay on the device as well, as the next step's
+input, so the next step may be launched before they are read. Ids that are there say that all else
+of the step is done. Only a step that computes log-probabilities of prompt tokens waits.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample
 from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
+from pico_vllm.kernels.host_words import publish_ids
 from pico_vllm.kernels.launch import compiled_in_parallel
 from pico_vllm.kernels.paged_decode import are_long
 from pico_vllm.kernels.shared_prefix import MIN_SHARING
@@ -42,17 +44,10 @@ from pico_vllm.step import NO_TOKEN, BlockCopy, StepPlan, StepResult, TokenLogpr
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """What a step of some size sends to the host, from where to where."""
-
-    ids: Tensor
-    host_ids: Tensor
-    read_ids: NDArray[np.int64]
-    """Those of host_ids."""
-    words: Tensor
-    host_words: Tensor
+NOT_YET = -3
+"""Among a step's ids on the host: still to come. Neither NO_TOKEN nor BAD_LOGITS."""
+LOOKS = 512
+"""For ids, before the device is asked whether it still works on them: each takes a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +58,12 @@ class _LogprobWords:
     """int32 [R, num_words(MAX_LOGPROBS)]"""
     asked: list[tuple[int, int]]
     """Index in the plan, and how many most likely tokens."""
+    end: torch.cuda.Event | None
+    """Of the copy; None where it is there at once."""
 
     def read(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
+        while self.end is not None and not self.end.query():
+            time.sleep(0)
         words = self.host.numpy()
         found = {}
         for index, num_top in self.asked:
@@ -89,26 +88,35 @@ class PendingStep:
         self,
         plan: StepPlan,
         host_ids: NDArray[np.int64],
-        logprobs: _LogprobWords | None,
-        event: torch.cuda.Event | None,
-        prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]],
+        is_idle: Callable[[], bool],
+        *,
+        logprobs: _LogprobWords | None = None,
+        prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] | None = None,
         tiers: TierStreams | None = None,
     ) -> None:
+        """host_ids: of the plan's requests, NOT_YET before the step was launched. is_idle: whether
+        the device has done all; raises where it has failed."""
         self._plan = plan
         self._host_ids = host_ids
+        self._is_idle = is_idle
         self._logprobs = logprobs
-        self._event = event
-        self._prompt_logprobs = prompt_logprobs
+        self._prompt_logprobs = prompt_logprobs or {}
         self._tiers = tiers
 
     def result(self) -> StepResult:
-        if self._event is not None:
-            # Asks again and again, and lets other threads run in between: side by side on one
-            # machine the host's work after it took less than after a wait of the driver's.
-            while not self._event.query():
-                time.sleep(0)
-        ids = self._host_ids[: len(self._plan.rows)]
-        token_ids = np.where(self._plan.is_sampled, ids, NO_TOKEN)
+        """Raises RuntimeError where the device failed or ended the step without its ids."""
+        num_looks = 0
+        # Looks again and again, and lets other threads run in between: side by side on one machine
+        # the host's work after it took less than after a wait of the driver's.
+        while self._num_missing():
+            time.sleep(0)
+            num_looks += 1
+            if num_looks % LOOKS == 0 and self._is_idle() and self._num_missing():
+                raise RuntimeError(
+                    f"step {self._plan.number} ended on the device without ids for some of its "
+                    f"{len(self._host_ids)} requests"
+                )
+        token_ids = np.where(self._plan.is_sampled, self._host_ids, NO_TOKEN)
         logprobs = {} if self._logprobs is None else self._logprobs.read(token_ids.tolist())
         return StepResult(
             token_ids=token_ids,
@@ -116,6 +124,11 @@ class PendingStep:
             prompt_logprobs=self._prompt_logprobs,
             loaded=() if self._tiers is None else self._tiers.take_loaded(),
         )
+
+    def _num_missing(self) -> int:
+        """At least: where the last one is missing, the others are not looked at."""
+        ids = self._host_ids
+        return 1 if ids[-1] == NOT_YET else np.count_nonzero(ids == NOT_YET)
 
 
 class PendingLoads:
@@ -165,8 +178,10 @@ class TritonRunner:
         self._logprob_words = torch.zeros(words, dtype=torch.int32, device=device)
         self._head_scratch = HeadScratch.allocate(device)
         self._row_scratch = RowScratch.allocate(max_num_seqs, vocab_size, device)
-        self._turn = 0
-        self._host_ids = torch.zeros((TURNS, max_num_seqs), dtype=torch.int64, pin_memory=is_cuda)
+        # By turn, the last row for padding.
+        ids = (TURNS + 1, max_num_seqs)
+        self._host_ids = torch.zeros(ids, dtype=torch.int64, pin_memory=is_cuda)
+        self._read_ids = self._host_ids.numpy()
         self._host_words = torch.zeros((TURNS, *words), dtype=torch.int32, pin_memory=is_cuda)
         # Each request copies at most one block, in the step in which it enters.
         self._host_copies = torch.zeros(
@@ -174,7 +189,6 @@ class TritonRunner:
         )
         self._copy_words = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=device)
         self._events = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else None
-        self._views: dict[tuple[int, int], _Copies] = {}
         self.graphs: CudaGraphs | None = None
         self._last: tuple[Shape, Tail, SharedPrefix | None] | None = None
         """Of the step before, where it was a graph's."""
@@ -193,13 +207,13 @@ class TritonRunner:
         if plan.repeats and self._last is not None:
             last_shape, last_tail, last_shared = self._last
             if last_shape.is_long or not are_long(own_lens(plan, last_shared)):  # which grow
-                return self._replay(plan, last_shape, last_tail, last_shared)
+                self._batch_builder.stage_again(plan)
+                return self._replay(plan, last_shape, last_tail)
+        self._last = None
         if self._tiers is not None:
             self._tiers.launch(plan)
             if not len(plan.rows):
                 return PendingLoads(self._tiers)
-        if plan.copies:
-            self._copy_blocks(plan.copies)
         for new in plan.new_rows:
             self._sampling.enter(new)
             self._prompt_logprobs.start(new)
@@ -210,8 +224,10 @@ class TritonRunner:
         shared = self._find_shared(plan)
         shape = None if wants_prompt else self._shape_for(plan, tail, shared)
         if shape is not None and self._has_graph(shape, tail):
-            return self._replay(plan, shape, tail, shared)
-        self._last = None
+            self._stage(plan, shape, shared)
+            pending = self._replay(plan, shape, tail)
+            self._last = shape, tail, shared
+            return pending
         shape = shape or _exact_shape(plan, shared)
         return self._launch_eagerly(plan, tail, shape, shared, wants_prompt=wants_prompt)
 
@@ -224,14 +240,18 @@ class TritonRunner:
             return None
         return shared
 
-    def _replay(
-        self, plan: StepPlan, shape: Shape, tail: Tail, shared: SharedPrefix | None
-    ) -> PendingResult:
-        assert self.graphs is not None
+    def _stage(self, plan: StepPlan, shape: Shape, shared: SharedPrefix | None) -> ForwardBatch:
         batch = self._batch_builder.stage(plan, shape, shared)
+        if plan.copies:
+            self._copy_blocks(plan.copies)
+        return batch
+
+    def _replay(self, plan: StepPlan, shape: Shape, tail: Tail) -> PendingResult:
+        """Of a plan that was staged."""
+        assert self.graphs is not None
+        host_ids = self._expect_ids(plan)
         self.graphs.replay(shape, tail)
-        self._last = shape, tail, shared
-        return self._send(plan, batch, tail, {})
+        return self._launched(plan, host_ids, tail, {})
 
     @torch.inference_mode()
     def _launch_eagerly(
@@ -243,14 +263,15 @@ class TritonRunner:
         *,
         wants_prompt: bool,
     ) -> PendingResult:
-        batch = self._batch_builder.stage(plan, shape, shared)
+        batch = self._stage(plan, shape, shared)
+        host_ids = self._expect_ids(plan)
+        self._batch_builder.fetch(shape)
         hidden_TE = self._forward(batch, tail, wants_all=wants_prompt)
         prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE) if wants_prompt else {}
-        return self._send(plan, batch, tail, prompt_logprobs)
+        return self._launched(plan, host_ids, tail, prompt_logprobs)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        # The turn that this step's ids will take: the step that had it before is known to be done.
-        host = self._host_copies[(self._turn + 1) % TURNS]
+        host = self._host_copies[self._batch_builder.turn]
         count = len(copies)
         host[:count] = torch.tensor([copy.source for copy in copies], dtype=torch.int32)
         host[count : 2 * count] = torch.tensor([copy.target for copy in copies], dtype=torch.int32)
@@ -292,16 +313,16 @@ class TritonRunner:
             self._model.layers = layers
 
     def run_shape(self, shape: Shape, tail: Tail) -> None:
-        """What a graph holds: forward and tail over the addresses of a shape."""
+        """What a graph holds: words to the addresses of a shape, forward and tail over those."""
+        self._batch_builder.fetch(shape)
         self._forward(self._batch_builder.batch_of(shape), tail)
 
     @torch.inference_mode()
     def run_padding(self, shape: Shape, tail: Tail) -> None:
         """A step of this size that computes nothing of anybody's."""
-        batch = self._batch_builder.stage_padding(shape)
         # The null block to itself, for the kernel to be there.
         self._kv.copy_blocks(torch.zeros((2, 1), dtype=torch.int32, device=self._device))
-        self._forward(batch, tail)
+        self._forward(self._batch_builder.stage_padding(shape), tail)
 
     def _shape_for(self, plan: StepPlan, tail: Tail, shared: SharedPrefix | None) -> Shape | None:
         """The shape that holds this plan; None where it runs as it is."""
@@ -332,8 +353,7 @@ class TritonRunner:
 
     @torch.inference_mode()
     def _prepare(self, shape: Shape, tail: Tail) -> None:
-        self._batch_builder.stage_padding(shape)
-        self.run_shape(shape, tail)
+        self._forward(self._batch_builder.stage_padding(shape), tail)
 
     def _forward(self, batch: ForwardBatch, tail: Tail, *, wants_all: bool = False) -> Tensor:
         """The last tokens' hidden states go through the tail; returned, of all tokens if wanted."""
@@ -347,6 +367,7 @@ class TritonRunner:
         else:
             x_TE = x_RE = self._model.forward(batch, kv_step, sample_at)
         self._sample(batch, x_RE, tail)
+        publish_ids(self._ids[: len(x_RE)], self._batch_builder.device_turn, self._host_ids)
         return x_TE
 
     def _sample(self, batch: ForwardBatch, x_RE: Tensor, tail: Tail) -> None:
@@ -382,44 +403,51 @@ class TritonRunner:
         sample_logits(logits_RV, **options)
         return logits_RV
 
-    def _send(
+    def _expect_ids(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Where the ids of a step that is to be launched will appear."""
+        host_ids = self._read_ids[self._batch_builder.turn, : len(plan.rows)]
+        host_ids.fill(NOT_YET)
+        return host_ids
+
+    def _launched(
         self,
         plan: StepPlan,
-        batch: ForwardBatch,
+        host_ids: NDArray[np.int64],
         tail: Tail,
         prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]],
     ) -> PendingStep:
-        self._turn = (self._turn + 1) % TURNS
-        copies = self._copies_of(self._turn, batch.seq_lens.shape[0])
-        copies.host_ids.copy_(copies.ids, non_blocking=True)
-        logprobs = None
-        if tail == "full":
-            num_top = self._sampling.num_logprobs_W[plan.rows]
-            indices = np.flatnonzero(plan.is_sampled & (num_top >= 0))
-            if len(indices):
-                copies.host_words.copy_(copies.words, non_blocking=True)
-                # A tiny vocabulary has fewer tokens than may be asked for.
-                counts = num_top[indices].clip(max=self._vocab_size)
-                asked = list(zip(indices.tolist(), counts.tolist(), strict=True))
-                logprobs = _LogprobWords(copies.host_words, asked)
-        event = None
-        if self._events is not None:
-            event = self._events[self._turn]
-            event.record()
-        return PendingStep(plan, copies.read_ids, logprobs, event, prompt_logprobs, self._tiers)
+        logprobs = self._send_logprobs(plan) if tail == "full" else None
+        self._batch_builder.launched()
+        return PendingStep(
+            plan,
+            host_ids,
+            self._is_idle,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            tiers=self._tiers,
+        )
 
-    def _copies_of(self, turn: int, R: int) -> _Copies:
-        copies = self._views.get((turn, R))
-        if copies is None:
-            host_ids = self._host_ids[turn, :R]
-            copies = self._views[turn, R] = _Copies(
-                self._ids[:R],
-                host_ids,
-                host_ids.numpy(),
-                self._logprob_words[:R],
-                self._host_words[turn, :R],
-            )
-        return copies
+    def _send_logprobs(self, plan: StepPlan) -> _LogprobWords | None:
+        num_top = self._sampling.num_logprobs_W[plan.rows]
+        indices = np.flatnonzero(plan.is_sampled & (num_top >= 0))
+        if not len(indices):
+            return None
+        turn, num_requests = self._batch_builder.turn, len(plan.rows)
+        host_words = self._host_words[turn, :num_requests]
+        host_words.copy_(self._logprob_words[:num_requests], non_blocking=True)
+        # A tiny vocabulary has fewer tokens than may be asked for.
+        counts = num_top[indices].clip(max=self._vocab_size)
+        asked = list(zip(indices.tolist(), counts.tolist(), strict=True))
+        end = None
+        if self._events is not None:
+            end = self._events[turn]
+            end.record()
+        return _LogprobWords(host_words, asked, end)
+
+    def _is_idle(self) -> bool:
+        if self._device.type != "cuda":
+            return True
+        return torch.cuda.current_stream(self._device).query()
 
 
 def _exact_shape(plan: StepPlan, shared: SharedPrefix | None) -> Shape:

@@ -1,4 +1,4 @@
-"""The first kernel of a step: which token each place holds, where its KV goes, its embedding.
+"""A forward pass begins: which token each place holds, where its KV goes, its embedding.
 
 T tokens this step, E hidden size, V vocabulary, W rows of the batch state, M block-table width,
 S block_size
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start
+from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
 
 
 def embed_tokens_reference(
@@ -37,6 +37,8 @@ def _embed_tokens_kernel(
     ids_ptr, rows_ptr, positions_ptr, last_tokens_ptr, table_ptr, weight_ptr, x_ptr, slots_ptr,
     table_stride, E: tl.constexpr, BLOCK_E: tl.constexpr, S: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    # In this order: the kernels behind this one start when those before it are over.
+    wait_for_inputs(USE_PDL)
     let_next_start(USE_PDL)
     t = tl.program_id(0)
     position = tl.load(positions_ptr + t)
@@ -79,18 +81,18 @@ def embed_tokens(
     Raises:
         ValueError: the weight is not contiguous.
 
-    Not checked: ids and rows in range. It never starts before earlier work is done, so everything
-    that is there before a step may be read by later kernels of the step without waiting.
+    Not checked: ids and rows in range. Kernels behind this one start when the one before it is
+    over. That is fetch_words, which never starts before earlier work is done: so a step's words,
+    and everything that is there before a step, may be read by later kernels without waiting.
     """
     if not weight_VE.is_contiguous():
         raise ValueError(f"the embedding has strides {weight_VE.stride()}; it must be contiguous")
     num_tokens, hidden = token_ids_T.shape[0], weight_VE.shape[1]
     x_TE = torch.empty((num_tokens, hidden), dtype=weight_VE.dtype, device=weight_VE.device)
     block_e = min(2048, triton.next_power_of_2(hidden))
-    options = launch_options(weight_VE.device) | {"launch_pdl": False}
     _embed_tokens_kernel[(num_tokens, triton.cdiv(hidden, block_e))](
         token_ids_T, token_rows_T, positions_T, last_tokens_W, block_table_WM, weight_VE, x_TE,
         slot_mapping_T, block_table_WM.stride(0), E=hidden, BLOCK_E=block_e, S=block_size,
-        **options,
+        **launch_options(weight_VE.device),
     )  # fmt: skip
     return x_TE

@@ -43,6 +43,8 @@ class Rows:
         self._in_use: dict[int, None] = {}
         """In order of arrival."""
         self._in_order: NDArray[np.int32] | None = None
+        self._index_in_order = np.zeros(0, np.intp)
+        """The same, as numpy's own type of an index, which takes half the time."""
         self._ids_in_order: tuple[str, ...] = ()
 
     def has_free(self) -> bool:
@@ -73,8 +75,15 @@ class Rows:
         """The rows in use, those that were taken first first."""
         if self._in_order is None:
             self._in_order = np.array(list(self._in_use), np.int32)
+            self._index_in_order = self._in_order.astype(np.intp)
             self._ids_in_order = self._ids_of(self._in_order)
         return self._in_order
+
+    def decode_all(self) -> None:
+        """All rows in use are scheduled to compute one token and sample one."""
+        assert self._in_order is not None
+        self.num_scheduled[self._index_in_order] += 1
+        self.num_sampled[self._index_in_order] += 1
 
     def num_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """Prompt and outputs, those of launched steps too."""

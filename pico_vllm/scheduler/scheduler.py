@@ -623,9 +623,8 @@ class Scheduler:
         Blocks exchanged meanwhile wait for the next plan that takes some: before that nobody writes
         to those which they replace.
         """
-        state, rows = self._rows, last.rows
-        state.num_scheduled[rows] += 1
-        state.num_sampled[rows] += 1
+        rows = last.rows
+        self._rows.decode_all()
         self._num_repeats -= 1
         number = self._num_plans
         self._num_plans += 1

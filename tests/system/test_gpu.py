@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from smollm2 import smollm2_path
 from tiny import greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
-from pico_vllm.engine.device_batch import Shape
+from pico_vllm.engine.device_batch import TURNS, Shape
 from pico_vllm.kernels import paged_decode, shared_prefix
 
 pytestmark = pytest.mark.gpu
@@ -333,9 +334,14 @@ def test_padding_touches_only_the_null_block(subject: Subject) -> None:
         shapes = (Shape(8, 8, is_decode=True), Shape(64, 4, is_decode=False))
         for shape, tail in itertools.product(shapes, ("sample", "full")):
             runner.graphs.capture(shape, tail)
-            runner._batch_builder.stage_padding(shape)
+            builder = runner._batch_builder
+            builder.stage_padding(shape)
+            # A graph fetches what lies in its turn's row.
+            builder._words.words[builder.turn] = builder._words.words[TURNS]
             runner.graphs.replay(shape, tail)
-        torch.cuda.synchronize()
+            builder.launched()
+            torch.cuda.synchronize()
+            builder._words.words[:TURNS, 0] = range(TURNS)
         assert torch.equal(before, pool[1:].view(torch.uint8))
 
 
@@ -418,6 +424,67 @@ def test_steady_loop_never_waits(subject: Subject, has_every_kind: bool) -> None
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == count
         while engine.has_work():
             engine.step()
+
+
+def test_a_steady_step_is_one_call(subject: Subject) -> None:
+    """While nobody needs a block, a step of decoding is a graph, and copies nothing."""
+    settings = SETTINGS | {"dtype": "bfloat16", "block_size": 64}
+    with LLM(subject.folder, **settings) as llm:
+        engine = llm.engine
+        for prompt in random_prompts([20] * 4):
+            engine.add_request(prompt, greedy(40))
+        for _ in range(6):
+            engine.step()
+        torch.cuda.synchronize()
+        cuda = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=cuda) as profiler:
+            for _ in range(20):
+                engine.step()
+            torch.cuda.synchronize()
+        names = Counter(event.name for event in profiler.events())
+        assert names["cudaGraphLaunch"] == 20, names
+        assert not [name for name in names if "memcpy" in name.lower()], names
+        while engine.has_work():
+            engine.step()
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_launch_that_raises(subject: Subject, is_launched: bool) -> None:
+    """Whether a graph was launched or not when something is raised there, with a step before it
+    under way: its requests end with an error, and those after it get their own tokens."""
+    prompts = random_prompts([12, 30])
+    with LLM(subject.folder, dtype="float32", **SETTINGS) as llm:
+        expected = _answers(llm, prompts, 8)
+        graphs = llm.engine._runner.graphs
+        replay = graphs.replay
+        for at in (2, 3, 4):
+            num_replays = 0
+
+            def replay_or_raise(*which: Any, at: int = at) -> None:
+                nonlocal num_replays
+                num_replays += 1
+                if num_replays != at or is_launched:
+                    replay(*which)
+                if num_replays == at:
+                    raise RuntimeError("no launch")
+
+            graphs.replay = replay_or_raise
+            failed = llm.generate(random_prompts([20]), greedy(8))[0].outputs[0]
+            assert failed.finish_reason == "error"
+            assert _answers(llm, prompts, 8) == expected
+            graphs.replay = replay
+        tiny.assert_idle(llm)
+
+
+def test_steps_larger_than_any_graph(subject: Subject) -> None:
+    """In fp32 6,400 tokens of prompts in one step give the tokens of smaller steps."""
+    prompts = random_prompts([400] * 16, seed=21)
+    answers = []
+    for budget in (8192, 512):
+        settings = SETTINGS | {"dtype": "float32", "max_num_batched_tokens": budget}
+        with LLM(subject.folder, **settings) as llm:
+            answers.append(_answers(llm, prompts, 8))
+    assert answers[0] == answers[1]
 
 
 def test_out_of_memory_ends_the_batch_alone(

@@ -14,12 +14,14 @@ from tiny import greedy
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.cache import triton_kv
 from pico_vllm.engine import triton_runner
+from pico_vllm.engine.cuda_graph import CudaGraphs, Tail
 from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
 from pico_vllm.kernels import paged_decode, paged_prefill, shared_prefix, small_linear
 from pico_vllm.kernels.hopper_prefill import hopper_prefill_reference
 from pico_vllm.layers.linear import Linear
 from pico_vllm.layers.triton_linear import InvariantLinear
+from pico_vllm.step import StepPlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = {
@@ -333,3 +335,89 @@ def test_prefixes_below_the_device(model: Path) -> None:
             assert output.outputs == wanted[index]
         assert (output.num_cached_tokens, tiers.counters.num_loaded_blocks) == (8, 1)
         tiny.assert_idle(llm)
+
+
+class RunAtOnce(CudaGraphs):
+    """Graphs of a machine that has none: their work is done when they are replayed."""
+
+    def capture(self, shape: Shape, tail: Tail) -> None:
+        self._prepare(shape, tail)
+        self._graphs[shape, tail] = None  # type: ignore[assignment]
+
+    def replay(self, shape: Shape, tail: Tail) -> None:
+        with torch.inference_mode():
+            self._run(shape, tail)
+
+
+def _run_at_once(llm: LLM) -> None:
+    runner, config = llm.engine._runner, llm.engine.config
+    runner.graphs = RunAtOnce(
+        runner.run_shape,
+        runner._prepare,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+    )
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[list[int]]:
+    with LLM(str(model), **PLAIN) as llm:
+        return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, greedy(4))]
+
+
+def test_captures_between_steps(model: Path, wanted: list[list[int]]) -> None:
+    """Padding that runs behind each launch, as a capture's does, while nobody has read the ids of
+    that step and of the one before, leaves them as they are; so it does the next step's words. No
+    ids of older steps are there when a step begins."""
+    with LLM(str(model), **SETTINGS | {"kernels": "attention"}) as llm:
+        _run_at_once(llm)
+        runner = llm.engine._runner
+        builder, launch = runner._batch_builder, runner.launch
+        fetch = builder.fetch
+
+        def fetch_and_see(shape: Shape) -> None:
+            assert runner._read_ids[builder.turn, 0] == triton_runner.NOT_YET
+            fetch(shape)
+
+        def launch_and_pad(plan: StepPlan) -> Any:
+            pending = launch(plan)
+            runner._prepare(Shape(2, 2, is_decode=True), "sample")
+            return pending
+
+        builder.fetch, runner.launch = fetch_and_see, launch_and_pad
+        found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, greedy(4))]
+        assert builder._counter.tolist() == [builder._num_launched]
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("has_graphs", "is_launched", "at"),
+    [(True, True, 3), (True, False, 3), (False, True, 1), (False, False, 3)],
+)
+def test_a_launch_that_raises(
+    model: Path, wanted: list[list[int]], has_graphs: bool, is_launched: bool, at: int
+) -> None:
+    """Whether its first kernel was launched or not, with a step before it under way: its requests
+    end with an error, and all that come later get their own tokens."""
+    with LLM(str(model), **SETTINGS | {"kernels": "attention"}) as llm:
+        if has_graphs:
+            _run_at_once(llm)
+        builder, num_launches = llm.engine._runner._batch_builder, 0
+        fetch = builder.fetch
+
+        def fetch_or_raise(shape: Shape) -> None:
+            nonlocal num_launches
+            num_launches += 1
+            if num_launches != at or is_launched:
+                fetch(shape)
+            if num_launches == at:
+                raise RuntimeError("no launch")
+
+        builder.fetch = fetch_or_raise
+        failed = llm.generate(PROMPTS[0], greedy(4))[0].outputs[0]
+        assert failed.finish_reason == "error" and len(failed.token_ids) < 4
+        found = llm.generate(PROMPTS[0], greedy(4))[0].outputs[0].token_ids
+        assert builder._counter.tolist() == [builder._num_launched]
+        tiny.assert_idle(llm)
+    assert found == wanted[0]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
 from pico_vllm.engine.shared_prefixes import SharedPrefix
+from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.step import NewBlocks, NewRow, StepPlan
 
@@ -43,10 +45,29 @@ def _plan(
     )
 
 
+def _send(
+    builder: DeviceBatchBuilder, plan: StepPlan, shape: Shape, shared: SharedPrefix | None = None
+) -> ForwardBatch:
+    """Staged and on the device."""
+    batch = builder.stage(plan, shape, shared)
+    builder.fetch(shape)
+    builder.launched()
+    return batch
+
+
+def _decode_plan(rows: list[int], context_lens: list[int], *, repeats: bool = False) -> StepPlan:
+    ones = np.ones(len(rows), np.int32)
+    return StepPlan(
+        request_ids=tuple(map(str, rows)), rows=np.array(rows, np.int32),
+        context_lens=np.array(context_lens, np.int32), query_lens=ones,
+        is_sampled=ones.astype(np.bool_), num_decodes=len(rows), repeats=repeats,
+    )  # fmt: skip
+
+
 def test_a_prompt_and_its_state() -> None:
     """Ids, places, blocks and sampling parameters arrive; the rest of the shape is padding."""
     builder = _builder()
-    batch = builder.stage(_plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, is_decode=False))
+    batch = _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, is_decode=False))
     assert batch.feed is not None
     assert batch.token_ids.tolist() == [*range(50, 59), 0, 0, 0]
     assert batch.positions.tolist() == [*range(9), -1, -1, -1]
@@ -62,37 +83,80 @@ def test_a_prompt_and_its_state() -> None:
 def test_lengths_of_a_shared_prefix() -> None:
     """They arrive with a shape that is of such, and with no other; padding has none."""
     builder = _builder()
-    for turn in builder._turns:
-        turn.words[:] = 99  # as other steps may have left them
-    ones = np.ones(2, np.int32)
-    plan = StepPlan(
-        request_ids=("a", "b"), rows=np.array([2, 0], np.int32), context_lens=ones * 20,
-        query_lens=ones, is_sampled=ones.astype(np.bool_), num_decodes=2,
-    )  # fmt: skip
-    shape = Shape(4, 4, is_decode=True, is_shared=True)
+    builder._words.words[:, 1:] = 99  # as other steps may have left them
+    plan = _decode_plan([2, 0], [20, 20])
+    shape = Shape(3, 3, is_decode=True, is_shared=True)
     shared = SharedPrefix(np.array([16, 16], np.int32), 2, 16)
     for _ in range(TURNS):
-        feed = builder.stage(plan, shape, shared).feed
+        feed = _send(builder, plan, shape, shared).feed
         assert feed is not None and feed.prefix_lens is not None
-        assert feed.prefix_lens.tolist() == [16, 16, 0, 0]
+        assert feed.prefix_lens.tolist() == [16, 16, 0]
     feed = builder.stage_padding(shape).feed
     assert feed is not None and feed.prefix_lens is not None and not feed.prefix_lens.any()
-    feed = builder.stage(plan, Shape(2, 2, is_decode=True)).feed
+    feed = _send(builder, plan, Shape(2, 2, is_decode=True)).feed
     assert feed is not None and feed.prefix_lens is None
 
 
 def test_padding_leaves_what_a_step_still_sends() -> None:
-    """A step's copy may be under way when a graph is captured on padding: its memory on the host
-    keeps its contents, in every turn."""
+    """A step's words may be still to fetch when a graph is captured on padding: they come all the
+    same, in every turn, and in the order of the steps."""
     builder = _builder()
     shape = Shape(12, 2, is_decode=False)
-    for row in range(TURNS):
-        builder.stage(_plan(row, [row + 1] * 5, [row + 1]), shape)
-        sent = [turn.words.copy() for turn in builder._turns[:TURNS]]
+    for row in (0, 1, 2, 3, 0):
+        batch = builder.stage(_plan(row, [row + 1] * 5, [row + 1]), shape)
         padded = builder.stage_padding(shape)
         assert padded.positions.tolist() == [-1] * 12
-        for turn, before in zip(builder._turns, sent, strict=False):
-            assert np.array_equal(turn.words, before)
+        assert builder.device_turn.tolist() == [TURNS]
+        builder.fetch(shape)
+        builder.launched()
+        assert batch.token_ids.tolist() == [row + 1] * 5 + [0] * 7
+        assert batch.positions.tolist() == [*range(5)] + [-1] * 7
+        assert builder.device_turn.tolist() == [(builder.turn - 1) % TURNS]
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_step_that_was_lost(is_launched: bool) -> None:
+    """Whether or not the device fetched the words of a step that nobody says was launched, the
+    steps after it have their own, each in the next turn."""
+    builder = _builder()
+    shape = Shape(12, 2, is_decode=False)
+    _send(builder, _plan(0, [7] * 3, [1]), shape)
+    builder.stage(_plan(1, [8] * 4, [2]), shape)
+    if is_launched:
+        builder.fetch(shape)
+    for turn, row in ((1, 2), (2, 3), (0, 1), (1, 0)):
+        assert builder.turn == turn
+        batch = _send(builder, _plan(row, [row + 1] * 5, [row + 1]), shape)
+        assert batch.token_ids.tolist() == [row + 1] * 5 + [0] * 7
+        assert builder.device_turn.tolist() == [turn]
+
+
+@pytest.mark.parametrize("num_before", range(TURNS + 1))
+def test_plans_that_repeat_one_another(num_before: int) -> None:
+    """Staged again, a plan arrives as it would whole: with the memory of each turn as other steps
+    have left it, behind a shared prefix, and after one that was lost."""
+    shape = Shape(4, 4, is_decode=True, is_shared=True)
+    shared = SharedPrefix(np.array([8, 0, 8], np.int32), 2, 8)
+    builder = _builder()
+    for _ in range(num_before):
+        _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, is_decode=False))
+    rows, lens = [3, 0, 2], np.array([20, 30, 40])
+    batch = _send(builder, _decode_plan(rows, lens.tolist()), shape, shared)
+    for step in range(1, 9):
+        grown = (lens + step).tolist()
+        if step == 4:
+            builder.stage_again(_decode_plan(rows, (lens + 77).tolist(), repeats=True))
+        assert builder.stage_again(_decode_plan(rows, grown, repeats=True)) is batch
+        builder.fetch(shape)
+        builder.launched()
+        assert batch.feed is not None and batch.feed.prefix_lens is not None
+        assert batch.token_ids.tolist() == [-1, -1, -1, 0]
+        assert batch.feed.token_rows.tolist() == batch.feed.table_rows.tolist() == [3, 0, 2, 4]
+        assert batch.positions.tolist() == [*grown, -1]
+        assert batch.seq_lens.tolist() == [*(length + 1 for length in grown), 0]
+        assert batch.feed.prefix_lens.tolist() == [8, 0, 8, 0]
+    whole = _send(builder, _decode_plan([1], [5]), Shape(1, 1, is_decode=True))
+    assert (whole.positions.tolist(), whole.seq_lens.tolist()) == ([5], [6])
 
 
 def test_what_a_request_asks_for_arrives() -> None:
@@ -104,7 +168,7 @@ def test_what_a_request_asks_for_arrives() -> None:
         min_tokens=6, logprobs=2,
     )  # fmt: skip
     builder.sampling.enter(plan_row(params))
-    builder.stage(_plan(1, [5, 6, 7], [1], params), Shape(4, 1, is_decode=False))
+    _send(builder, _plan(1, [5, 6, 7], [1], params), Shape(4, 1, is_decode=False))
     asked = builder.sampling.asked
     numbers = asked.numbers_WF[1]
     assert numbers[[0, 6, 7, 8, 9, 10, 11]].tolist() == [7, 1, 2, 2, 9, 3, 2]
@@ -117,7 +181,7 @@ def test_what_a_request_asks_for_arrives() -> None:
     assert builder.sampling.needs_full_W.tolist() == [False, True, False, False, False]
     plain = SamplingParams(max_tokens=9, temperature=0.0, top_k=5, top_p=0.5, seed=1)
     builder.sampling.enter(plan_row(plain))
-    builder.stage(_plan(1, [5, 6, 7], [1], plain), Shape(4, 1, is_decode=False))
+    _send(builder, _plan(1, [5, 6, 7], [1], plain), Shape(4, 1, is_decode=False))
     assert numbers[[0, 6, 7, 8, 9, 10, 11]].tolist() == [0, 0, 0, 0, 3, 3, -1]
     assert numbers.view(torch.float32)[1:6].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
     assert not builder.sampling.needs_full_W.any()
@@ -135,12 +199,12 @@ def test_penalty_counts_after_a_late_step_and_a_preemption() -> None:
     params = SamplingParams(presence_penalty=1.0, min_tokens=4)
     counts_WC = builder.sampling.asked.counts_WC
     in_prompt = -(2**31)
-    builder.stage(_plan(2, [50, 51, 50], [6], params), Shape(4, 1, is_decode=False))
+    _send(builder, _plan(2, [50, 51, 50], [6], params), Shape(4, 1, is_decode=False))
     assert counts_WC[2].nonzero()[:, 0].tolist() == [50, 51]
     assert counts_WC[2, [50, 51]].tolist() == [in_prompt, in_prompt]
     counts_WC[2, 77] += 1  # a step that was launched before the request's end was seen
     again = _plan(2, [51, 52, 52, 51, 60], [6], params, num_prompt_tokens=2)
-    builder.stage(again, Shape(8, 1, is_decode=False))
+    _send(builder, again, Shape(8, 1, is_decode=False))
     assert counts_WC[2].nonzero()[:, 0].tolist() == [51, 52, 60]
     assert counts_WC[2, [51, 52, 60]].tolist() == [in_prompt + 1, in_prompt + 1, 1]
     assert builder.sampling.asked.numbers_WF[2, [9, 10]].tolist() == [6, 5]
