@@ -489,9 +489,9 @@ PLANTS = (
     Plant(
         "tier found before it is stored",
         LOWER,
-        "(key, parent, tokens)\n        if block is None:",
-        "(key, parent, tokens)\n        if block is not None:\n            block.is_ready = True\n"
-        "        if block is None:",
+        "(key, parent, tokens)\n            if block is None:",
+        "(key, parent, tokens)\n            if block is not None:\n                "
+        "block.is_ready = True\n            if block is None:",
     ),
     Plant(
         "tier slot not pinned while it is filled",

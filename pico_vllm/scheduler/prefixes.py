@@ -214,8 +214,10 @@ class Prefixes:
         self._lead(request.request_id, running)
         request.num_waits = 0
         num_cached = self.num_cached_tokens(match)
+        num_below = self.cache.first_uses(match.block_ids)
         if request.num_cached_tokens is None:
-            self.cache.count(request.num_tokens, num_cached)
+            num_blocks = len(match.block_ids)
+            self.cache.count(request.num_tokens, num_cached, num_blocks, num_below)
         return num_cached
 
     def take_copy(self, request: Request) -> tuple[int, int] | None:

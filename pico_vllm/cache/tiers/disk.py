@@ -61,6 +61,26 @@ class _Record:
     crc: int
 
 
+def num_records_in(max_bytes: int, block_tokens_bytes: int, block_bytes: int) -> int:
+    """Blocks that a file of so many bytes holds.
+
+    Raises:
+        ConfigError: not one.
+    """
+    stride = _stride(block_tokens_bytes, block_bytes)
+    num_records = (max_bytes - HEADER_BYTES - ALIGNMENT) // (stride + ENTRY_BYTES)
+    if num_records < 1:
+        raise ConfigError(
+            f"kv_disk_gb gives {max_bytes} bytes, and one block takes {stride}; raise it",
+            param="kv_disk_gb",
+        )
+    return num_records
+
+
+def _stride(block_tokens_bytes: int, block_bytes: int) -> int:
+    return -(-(block_tokens_bytes + block_bytes) // ALIGNMENT) * ALIGNMENT
+
+
 class DiskTier:
     def __init__(
         self,
@@ -80,13 +100,8 @@ class DiskTier:
             ConfigError: the folder cannot be used, is in use, or max_bytes hold no block.
         """
         self._tokens_bytes, self._block_bytes = block_tokens_bytes, block_bytes
-        self._stride = -(-(block_tokens_bytes + block_bytes) // ALIGNMENT) * ALIGNMENT
-        self.num_records = (max_bytes - HEADER_BYTES - ALIGNMENT) // (self._stride + ENTRY_BYTES)
-        if self.num_records < 1:
-            raise ConfigError(
-                f"kv_disk_gb gives {max_bytes} bytes, and one block takes {self._stride}; raise it",
-                param="kv_disk_gb",
-            )
+        self._stride = _stride(block_tokens_bytes, block_bytes)
+        self.num_records = num_records_in(max_bytes, block_tokens_bytes, block_bytes)
         table_end = HEADER_BYTES + self.num_records * ENTRY_BYTES
         self._first = -(-table_end // ALIGNMENT) * ALIGNMENT
         self._records: OrderedDict[Key, _Record] = OrderedDict()
@@ -100,6 +115,8 @@ class DiskTier:
         self._is_noted = False
         self.is_alive = True
         self.num_damaged = 0
+        self.num_evicted = 0
+        """Records that went for others."""
         name = sha256(identity + json.dumps(layout, sort_keys=True).encode()).hexdigest()[:16]
         self.path = Path(folder) / f"pico-vllm-{name}.kv"
         self._fd = self._open()
@@ -219,6 +236,7 @@ class DiskTier:
             self._num_begun += 1
         else:
             index = self._records.popitem(last=False)[1].index
+            self.num_evicted += 1
         self._write_all([_BLANK], self._entry_at(index))
         self._write_all([tokens, memoryview(kv)], self._record_at(index))
         crc = crc32(kv, crc32(tokens))

@@ -59,8 +59,9 @@ def test_evicted_blocks_come_up_again(overlap: bool, delay: int) -> None:
     crowd_out(clients)
     second = ask(clients, ids(60))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
-    counters = tiers_of(clients).counters
-    assert (counters.num_host_hit_tokens, counters.num_loaded_blocks) == (48, 3)
+    counters, stats = tiers_of(clients).counters, clients.engine.cache_stats()
+    assert (stats.num_host_hit_tokens, counters.num_loaded_blocks) == (48, 3)
+    assert (stats.num_host_hit_blocks, stats.num_device_hit_tokens, stats.num_hits) == (3, 0, 1)
     assert clients.answers[first.request_id][0] is not None
     clients.check()
 
@@ -88,6 +89,8 @@ def test_others_run_while_a_prefix_comes_up(overlap: bool) -> None:
     assert before.request_id not in clients.ended
     clients.run()
     assert tiers_of(clients).counters.num_loaded_blocks == 3
+    stats = clients.engine.cache_stats()
+    assert (stats.num_host_hit_tokens, stats.num_device_hit_tokens) == (48, 48), "loaded once"
     clients.check()
 
 
@@ -100,7 +103,9 @@ def test_disk_and_a_restart(tmp_path: Path, overlap: bool) -> None:
     ask(clients, ids(60))
     crowd_out(clients)
     assert ask(clients, ids(60)).num_cached_tokens == 48
-    assert tiers_of(clients).counters.num_disk_hit_tokens > 0
+    stats = clients.engine.cache_stats()
+    assert stats.num_disk_hit_tokens > 0 and stats.num_device_hit_tokens == 0
+    assert stats.num_disk_hit_tokens + stats.num_host_hit_tokens == 48 == stats.num_hit_tokens
     crowd_out(clients)
     clients.check()
     clients.engine.close()
@@ -108,7 +113,8 @@ def test_disk_and_a_restart(tmp_path: Path, overlap: bool) -> None:
     again = clients_of(4, overlap=overlap, tiers=disk)
     assert ask(again, ids(60)).num_cached_tokens == 48
     assert ask(again, ids(60), cache_salt="a").num_cached_tokens == 0
-    assert tiers_of(again).counters.num_disk_hit_tokens == 48
+    assert again.engine.cache_stats().num_disk_hit_tokens == 48
+    assert again.engine.cache_stats().disk_hit_rate == 48 / 120
     again.check()
 
 
@@ -287,8 +293,15 @@ def test_conversations_under_pressure(tmp_path: Path, overlap: bool, seed: int) 
             talk += request.output_token_ids
             del talk[100:]
     clients.check()
-    counters = tiers_of(clients).counters
+    counters, stats = tiers_of(clients).counters, clients.engine.cache_stats()
     assert counters.num_stored_blocks > 0
+    requests = clients.requests.values()
+    assert stats.num_hit_tokens <= sum(each.num_cached_tokens or 0 for each in requests)
+    of_tiers = (stats.num_device_hit_blocks, stats.num_host_hit_blocks, stats.num_disk_hit_blocks)
+    assert min(of_tiers) >= 0 and min(stats.num_device_hit_tokens, stats.num_host_hit_tokens) >= 0
+    assert 0 < of_tiers[1] + of_tiers[2] <= counters.num_loaded_blocks
+    assert of_tiers[2] <= counters.num_read_blocks
+    assert counters.num_lowered_blocks <= stats.num_evicted_blocks
     tiers_of(clients).close()
 
 
