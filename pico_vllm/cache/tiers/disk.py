@@ -77,6 +77,24 @@ def num_records_in(max_bytes: int, block_tokens_bytes: int, block_bytes: int) ->
     return num_records
 
 
+def make_folder(path: str) -> Path:
+    """That kv_disk_path names, if it is not there. Raises ConfigError where that cannot be."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return folder
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"kv_disk_path {folder} cannot be written to: {error.strerror}; name a folder of your own "
+        "on a disk with room",
+        param="kv_disk_path",
+    )
+
+
 def _stride(block_tokens_bytes: int, block_bytes: int) -> int:
     return -(-(block_tokens_bytes + block_bytes) // ALIGNMENT) * ALIGNMENT
 
@@ -126,16 +144,12 @@ class DiskTier:
             self._disable(error)
 
     def _open(self) -> int:
+        make_folder(str(self.path.parent))
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             # Whoever reads the file reads the prompts.
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(
-                f"kv_disk_path {self.path.parent} cannot be written to: {error.strerror}; name a "
-                "folder of your own on a disk with room",
-                param="kv_disk_path",
-            ) from error
+            raise _unusable(self.path.parent, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
