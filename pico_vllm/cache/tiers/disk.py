@@ -28,6 +28,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -88,6 +89,16 @@ def make_folder(path: str) -> Path:
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:
+    for each in (folder, *folder.parents):
+        # Who may not look is told so by the error.
+        with suppress(OSError):
+            if each.exists() and not each.is_dir():
+                what = "it is a file" if each == folder else f"{each} is a file"
+                return ConfigError(
+                    f"kv_disk_path {folder} must name a folder, and {what}; name another, or move "
+                    "the file away",
+                    param="kv_disk_path",
+                )
     return ConfigError(
         f"kv_disk_path {folder} cannot be written to: {error.strerror}; name a folder of your own "
         "on a disk with room",

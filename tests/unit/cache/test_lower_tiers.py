@@ -262,8 +262,12 @@ def test_disk_settings_that_are_refused(tmp_path: Path) -> None:
         disk_of(tmp_path, max_bytes=8000)
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ConfigError, match=r"cannot be written to: .*; name a folder"):
+    with pytest.raises(ConfigError, match=rf"kv_disk_path {file} must .* it is a file; name anot"):
         disk_of(file)
+    with pytest.raises(ConfigError, match=rf"{file}/a/b must .*, and {file} is a file; name an"):
+        disk_of(file / "a" / "b")
+    with pytest.raises(ConfigError, match=r"kv_disk_path /proc/kv cannot be written to: .*; name"):
+        disk_of(Path("/proc/kv"))
     assert os.listdir(tmp_path) == ["file"]
 
 
