@@ -368,8 +368,8 @@ PLANTS = (
     Plant(
         "followers forgotten",
         PREFIXES,
-        "        request.block_ids = []\n        self._let_go_of(running, None)",
-        "        request.block_ids = []",
+        "request.block_ids = request.block_ids, []\n        self._let_go_of(running, None)",
+        "request.block_ids = request.block_ids, []",
     ),
     Plant(
         "followers wait to the end",
@@ -394,8 +394,8 @@ PLANTS = (
     Plant(
         "parent of an evicted leaf lost",
         TREE,
-        "        if not parent.children and parent.lock_ref == 0:",
-        "        if False:",
+        "is_leaf_then = len(parent.children) == 1 and parent.lock_ref == 0",
+        "is_leaf_then = False",
     ),
     Plant("cut edge unlocked", TREE, "upper.lock_ref = node.lock_ref", "pass"),
     Plant(
@@ -407,7 +407,7 @@ PLANTS = (
     Plant(
         "old match after an eviction",
         TREE,
-        "        self.version += 1\n        return gone",
+        "            self.version += 1\n        return gone",
         "        return gone",
     ),
     Plant("uses not noted", TREE, "            each.last_used = clock\n", ""),
@@ -496,8 +496,8 @@ PLANTS = (
     Plant(
         "tier slot not pinned while it is filled",
         HOST,
-        "self._free.pop(), num_pins=1)",
-        "self._free.pop(), num_pins=1, is_ready=False)\n        block.num_pins = 0",
+        "self._free[-1], num_pins=1)",
+        "self._free[-1], num_pins=1, is_ready=False)\n        block.num_pins = 0",
     ),
     Plant(
         "tier slot not pinned while it is loaded",

@@ -23,7 +23,7 @@ writing them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pico_vllm.cache.block_manager import BlockManager
@@ -215,8 +215,14 @@ class PrefixCache:
             return self._blocks.allocate(count)
         if count - num_free > self._tree.num_evictable_blocks:
             return None
-        evicted = self._evict(count - num_free)
-        return (self._blocks.allocate(num_free) or []) + evicted if num_free else evicted
+        evicted: list[int] = []
+        try:
+            self._evict(count - num_free, evicted.extend)
+            return (self._blocks.allocate(num_free) or []) + evicted if num_free else evicted
+        except BaseException:
+            # Neither the tree nor anybody else has them.
+            self._blocks.free(evicted)
+            raise
 
     def match(self, tokens: Tokens, max_tokens: int, salt: str) -> Match:
         """What is there of the first max_tokens. Changes nothing."""
@@ -289,7 +295,7 @@ class PrefixCache:
         self._give_back(lease, block_ids, tokens)
         excess = self._tree.num_evictable_blocks - self._max_evictable
         if excess > 0:
-            self._blocks.free(self._evict(excess))
+            self._evict(excess, self._blocks.free)
 
     def _give_back(self, lease: Lease, block_ids: list[int], tokens: Tokens) -> None:
         self.drop_source(lease)
@@ -349,12 +355,17 @@ class PrefixCache:
         # Before anything is evicted: whose slots the evicted ones might get.
         sources = self.tiers.pin(keys[first:])
         lease = self.acquire(match.without_copy(), salt, priority)
-        block_ids = self.allocate(len(sources))
-        if block_ids is None:
-            self.tiers.unpin(sources)
-            self.release(lease, list(match.block_ids))
+        block_ids, load = None, None
+        try:
+            block_ids = self.allocate(len(sources))
+            if block_ids is not None:
+                load = self.tiers.begin_load(sources, self._blocks.device_ids(block_ids))
+        finally:
+            if load is None:
+                self.tiers.unpin(sources)
+                self._give_back(lease, [*match.block_ids, *(block_ids or [])], b"")
+        if block_ids is None or load is None:
             return None
-        load = self.tiers.begin_load(sources, self._blocks.device_ids(block_ids))
         of_blocks = tokens[first * self._block_bytes : len(keys) * self._block_bytes]
         loading = LoadingBlocks(lease, [*match.block_ids, *block_ids], of_blocks, load)
         self._loading.append(loading)
@@ -388,7 +399,7 @@ class PrefixCache:
         num_evictable = self._tree.num_evictable_blocks
         count = min(num_evictable, self.tiers.room_to_save(timeout_s) if num_evictable else 0)
         if count:
-            self._blocks.free(self._evict(count))
+            self._evict(count, self._blocks.free)
         return count > 0
 
     def _end_load(self, loading: LoadingBlocks, *, is_filled: bool) -> None:
@@ -415,6 +426,8 @@ class PrefixCache:
     def _chain_of(self, node: Node) -> list[Key]:
         """Keys of a node's blocks, made when they are first asked for."""
         assert self.tiers is not None
+        if node.chain is not None:
+            return node.chain
         path = []
         each = node
         while each.parent is not None and each.chain is None:
@@ -458,19 +471,24 @@ class PrefixCache:
         if block_ids:
             self._blocks.free(block_ids)
 
-    def _evict(self, count: int) -> list[int]:
-        """Take blocks out of the tree: whoever calls this holds them then."""
-        if self.tiers is None:
-            gone = self._tree.evict(count)
-        else:
-            gone = self._tree.evict(count, self._put_below)
-        assert len(gone) == count and all(self._blocks.ref_count(i) == 1 for i in gone), (
-            f"evicted {gone} for {count}, some of which may be held by others"
-        )
-        self.num_evicted_blocks += count
-        for block_id in gone if self._is_from_disk else ():
-            self._is_from_disk.pop(block_id, None)
-        return gone
+    def _evict(self, count: int, take: Callable[[list[int]], None]) -> None:
+        """Take blocks out of the tree, and give those of each node to whoever holds them then. When
+        anything raises, `take` too, those that it has not got are still the tree's."""
+
+        def on_evict(node: Node, first: int) -> None:
+            block_ids = node.block_ids[first:]
+            assert all(self._blocks.ref_count(i) == 1 for i in block_ids), (
+                f"evicted {block_ids}, some of which may be held by others"
+            )
+            if self.tiers is not None:
+                self._put_below(node, first)
+            take(block_ids)
+            self.num_evicted_blocks += len(block_ids)
+            for block_id in block_ids if self._is_from_disk else ():
+                self._is_from_disk.pop(block_id, None)
+
+        gone = self._tree.evict(count, on_evict)
+        assert len(gone) == count, f"evicted {gone} for {count}"
 
     def block_ids(self) -> set[int]:
         """Those that the tree holds."""

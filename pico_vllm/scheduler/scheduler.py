@@ -781,14 +781,14 @@ class Scheduler:
     def _release(self, request: Request, num_committed: int) -> None:
         """Take row and blocks from a running request."""
         del self._running[request.request_id]
+        self._exchanged.pop(request.row, None)
+        self._rows.give_back(request.row)
+        request.row = -1
         if self._prefixes is not None:
-            self._exchanged.pop(request.row, None)
             self._prefixes.leave(request, num_committed)
         else:
             self._blocks.free(request.block_ids)
             request.block_ids = []
-        self._rows.give_back(request.row)
-        request.row = -1
 
     def check_invariants(self) -> None:
         self._blocks.check_invariants()

@@ -63,8 +63,9 @@ class HostTier:
                 return None
             self._on_evict(oldest)
             self.drop(oldest)
-        block = HostBlock(key, parent, tokens, self._free.pop(), num_pins=1)
+        block = HostBlock(key, parent, tokens, self._free[-1], num_pins=1)
         self._blocks[key] = block
+        self._free.pop()
         return block
 
     def use(self, block: HostBlock) -> None:

@@ -174,6 +174,42 @@ def test_a_load_that_nobody_waits_for(end: str, overlap: bool) -> None:
     clients.check()
 
 
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_eviction_that_raises(overlap: bool, fraction: float) -> None:
+    """Amid a plan, or as a request ends, it costs those in the step; no row, no block and nobody
+    who waits is lost, and others go on."""
+    cache = {"cow_min_tokens": 1, "max_cached_fraction": fraction}
+    clients = clients_of(overlap=overlap, cache=cache)
+    tiers, put = tiers_of(clients), tiers_of(clients).put
+    is_armed, num_failures = False, 0
+
+    def failing(*args: Any) -> None:
+        nonlocal is_armed, num_failures
+        if is_armed:
+            is_armed = False
+            num_failures += 1
+            raise OSError
+        put(*args)
+
+    tiers.put = failing  # type: ignore[method-assign]
+    random = np.random.default_rng(4)
+    for number in range(40):
+        clients.ask(ids(int(random.integers(20, 90)), number % 5), int(random.integers(1, 20)))
+        for _ in range(int(random.integers(0, 10))):
+            is_armed = not random.integers(0, 7)
+            clients.step()
+    is_armed = False
+    clients.run()
+    assert num_failures > 1 and len(clients.ended) == 40
+    reasons = list(clients.ended.values())
+    assert 8 < reasons.count(FinishReason.LENGTH) < 40 and FinishReason.ERROR in reasons
+    tiers.put = put  # type: ignore[method-assign]
+    request = ask(clients, ids(60, 77))
+    assert clients.ended[request.request_id] is FinishReason.LENGTH
+    clients.check()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_load_is_in_the_next_plan(overlap: bool) -> None:
     """Also where all that run just decode on, whose plans are the last ones moved on."""
