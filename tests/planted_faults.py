@@ -294,16 +294,16 @@ PLANTS = (
         "ref_counts[block_id] = 0",
     ),
     Plant(
-        "logical id freed for physical",
+        "held block freed",
         BLOCKS,
-        "self._free_device.push(physical_ids[True])",
-        "self._free_device.push(gone)",
+        "for block_id in block_ids if ref_counts[block_id] == 1",
+        "for block_id in block_ids",
     ),
     Plant(
         "last block never given",
         BLOCKS,
-        "if count > len(self._free_device)",
-        "if count >= len(self._free_device)",
+        "if count > len(self._free)",
+        "if count >= len(self._free)",
     ),
     Plant(
         "null block given",
@@ -316,9 +316,6 @@ PLANTS = (
         BLOCKS,
         "self._lowest = min(self._lowest, min(ids))",
         "pass",
-    ),
-    Plant(
-        "swapped block stays taken", BLOCKS, "source.push([copy.source for copy in copies])", "pass"
     ),
     # Cached prefixes.
     Plant(

@@ -714,18 +714,16 @@ class Scheduler:
         )
         block_ids = allocate(int(missing.sum()))
         assert block_ids is not None, (missing, self._num_available_blocks)
-        physical_ids = self._blocks.device_ids(block_ids)
+        device_ids = self._blocks.device_ids(block_ids)
         new_blocks, at = [], 0
         for row, count in zip(rows[growing].tolist(), missing[growing].tolist(), strict=True):
             taken = slice(at, at + count)
             held, of_row = int(num_blocks[row]), self._rows.requests[row].block_ids
             if held and row in entering:
                 cached = self._blocks.device_ids(of_row)
-                new_blocks.append(
-                    NewBlocks(row=row, index=0, block_ids=cached + physical_ids[taken])
-                )
+                new_blocks.append(NewBlocks(row=row, index=0, block_ids=cached + device_ids[taken]))
             else:
-                new_blocks.append(NewBlocks(row=row, index=held, block_ids=physical_ids[taken]))
+                new_blocks.append(NewBlocks(row=row, index=held, block_ids=device_ids[taken]))
             of_row.extend(block_ids[taken])
             num_blocks[row] += count
             at += count
