@@ -39,12 +39,12 @@ class NewBlocks:
     index: int
     """Place of the first one in the table."""
     block_ids: Sequence[int]
-    """Physical device ids."""
+    """Of the device pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One block's KV has to be copied from physical id `source` to `target`, of the other pool or
+    """One block's KV has to be copied from id `source` to `target`, of the other pool or
     of the same."""
 
     source: int

@@ -294,16 +294,16 @@ PLANTS = (
         "ref_counts[block_id] = 0",
     ),
     Plant(
-        "logical id freed for physical",
+        "held block freed",
         BLOCKS,
-        "self._free_device.push(physical_ids[True])",
-        "self._free_device.push(gone)",
+        "for block_id in block_ids if ref_counts[block_id] == 1",
+        "for block_id in block_ids",
     ),
     Plant(
         "last block never given",
         BLOCKS,
-        "if count > len(self._free_device)",
-        "if count >= len(self._free_device)",
+        "if count > len(self._free)",
+        "if count >= len(self._free)",
     ),
     Plant(
         "null block given",
@@ -316,9 +316,6 @@ PLANTS = (
         BLOCKS,
         "self._lowest = min(self._lowest, min(ids))",
         "pass",
-    ),
-    Plant(
-        "swapped block stays taken", BLOCKS, "source.push([copy.source for copy in copies])", "pass"
     ),
     # Cached prefixes.
     Plant(
@@ -368,8 +365,8 @@ PLANTS = (
     Plant(
         "followers forgotten",
         PREFIXES,
-        "        request.block_ids = []\n        self._let_go_of(running, None)",
-        "        request.block_ids = []",
+        "request.block_ids = request.block_ids, []\n        self._let_go_of(running, None)",
+        "request.block_ids = request.block_ids, []",
     ),
     Plant(
         "followers wait to the end",
@@ -394,8 +391,8 @@ PLANTS = (
     Plant(
         "parent of an evicted leaf lost",
         TREE,
-        "        if not parent.children and parent.lock_ref == 0:",
-        "        if False:",
+        "is_leaf_then = len(parent.children) == 1 and parent.lock_ref == 0",
+        "is_leaf_then = False",
     ),
     Plant("cut edge unlocked", TREE, "upper.lock_ref = node.lock_ref", "pass"),
     Plant(
@@ -407,7 +404,7 @@ PLANTS = (
     Plant(
         "old match after an eviction",
         TREE,
-        "        self.version += 1\n        return gone",
+        "            self.version += 1\n        return gone",
         "        return gone",
     ),
     Plant("uses not noted", TREE, "            each.last_used = clock\n", ""),
@@ -499,15 +496,15 @@ PLANTS = (
     Plant(
         "tier found before it is stored",
         LOWER,
-        "(key, parent, tokens)\n        if block is None:",
-        "(key, parent, tokens)\n        if block is not None:\n            block.is_ready = True\n"
-        "        if block is None:",
+        "(key, parent, tokens)\n            if block is None:",
+        "(key, parent, tokens)\n            if block is not None:\n                "
+        "block.is_ready = True\n            if block is None:",
     ),
     Plant(
         "tier slot not pinned while it is filled",
         HOST,
-        "self._free.pop(), num_pins=1)",
-        "self._free.pop(), num_pins=1, is_ready=False)\n        block.num_pins = 0",
+        "self._free[-1], num_pins=1)",
+        "self._free[-1], num_pins=1, is_ready=False)\n        block.num_pins = 0",
     ),
     Plant(
         "tier slot not pinned while it is loaded",

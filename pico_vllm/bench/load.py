@@ -17,6 +17,7 @@ import numpy as np
 from pico_vllm.bench.arrivals import Arrivals
 from pico_vllm.bench.lengths import LengthSource
 from pico_vllm.bench.metrics import LatencyLimits, RequestTimes, summarize
+from pico_vllm.bench.tier_figures import tier_figures
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.engine.engine import CheckedRequest, Engine
 from pico_vllm.sampling_params import SamplingParams
@@ -102,7 +103,7 @@ def run_rates(
             {"id": f"load-r{name}", "rate_req_s": arrivals.rate_req_s}
             | {
                 k: round(v, 4) if isinstance(v, float) else v
-                for k, v in (offered | figures).items()
+                for k, v in (offered | figures | tier_figures(stats)).items()
             }
             | {"num_preemptions": num_preemptions, "num_hit_tokens": stats.num_hit_tokens}
             | {"num_evicted_blocks": stats.num_evicted_blocks}

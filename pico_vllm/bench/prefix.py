@@ -5,34 +5,43 @@ groups      prompts that begin alike, one after another, one token each: warm mi
 chat        a few system prompts, each asked once a round: the hit rate
 mixed       a batch of mixed lengths behind one long prefix, on and off in turn: output tok/s
 turns       conversations of several turns in a pool of a part of what they need: hit rate and TTFT
+            with nothing below the pool, with host memory, and with host memory and disk
 host-cost   what scheduler and cache take of the host for a request (bench/host_cost.py)
 
 On and off are the same engine, weights, graphs and pool: between runs it gets another scheduler
-(`Engine.restart`), with an empty cache.
+(`Engine.restart`), with an empty cache. `turns` loads an engine for each depth of tiers.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from pico_vllm.bench.engine import PicoEngine
 from pico_vllm.bench.host_cost import host_costs
 from pico_vllm.bench.load import greedy
 from pico_vllm.bench.metrics import distribution_ms
+from pico_vllm.bench.tier_figures import tier_figures
 from pico_vllm.bench.workload import PromptSource
+from pico_vllm.cache.tiers.disk import make_folder
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.llm import LLM
+from pico_vllm.engine.loading import TORCH_DTYPES
 from pico_vllm.errors import ConfigError
 from pico_vllm.request import FinishReason
 
 CASES = ("zero-hit", "groups", "chat", "mixed", "turns", "host-cost")
+TIERS = ("none", "host", "host+disk")
 Figures = dict[str, Any]
 Bounds = tuple[int, int]
 
@@ -84,6 +93,8 @@ class Turns:
     """Turns that run at once; the next starts when one ends."""
     pool_part: float
     """Blocks of the pool over those of all conversations at their end."""
+    host_part: float
+    """Likewise of host memory, where nobody says how much."""
 
     @property
     def max_total_tokens(self) -> int:
@@ -115,7 +126,13 @@ SIZES = {
         chat=_CHAT,
         mixed=Batch(batch=256, shared=1024, prompt=(100, 1024), out=(100, 1024), repeats=4),
         turns=Turns(
-            users=16, turns=8, prompt=(50, 200), out=(50, 200), in_flight=4, pool_part=0.25
+            users=16,
+            turns=8,
+            prompt=(50, 200),
+            out=(50, 200),
+            in_flight=4,
+            pool_part=0.25,
+            host_part=0.5,
         ),
         host_requests=400,
     ),
@@ -124,7 +141,15 @@ SIZES = {
         groups=_GROUPS,
         chat=_CHAT,
         mixed=Batch(batch=8, shared=1024, prompt=(32, 128), out=(16, 32), repeats=4),
-        turns=Turns(users=16, turns=8, prompt=(8, 24), out=(8, 24), in_flight=4, pool_part=0.25),
+        turns=Turns(
+            users=16,
+            turns=8,
+            prompt=(8, 24),
+            out=(8, 24),
+            in_flight=4,
+            pool_part=0.25,
+            host_part=0.5,
+        ),
         host_requests=400,
     ),
     "tiny": Sizes(
@@ -132,7 +157,9 @@ SIZES = {
         groups=replace(_GROUPS, groups=3, requests=3),
         chat=replace(_CHAT, out=2),
         mixed=Batch(batch=4, shared=128, prompt=(8, 24), out=(4, 8), repeats=1),
-        turns=Turns(users=6, turns=4, prompt=(4, 12), out=(4, 8), in_flight=2, pool_part=0.4),
+        turns=Turns(
+            users=6, turns=4, prompt=(4, 12), out=(4, 8), in_flight=2, pool_part=0.4, host_part=0.2
+        ),
         host_requests=20,
     ),
 }
@@ -142,27 +169,125 @@ SIZES = {
 def run_prefix(
     llm: LLM, cases: Sequence[str], sizes: Sizes, *, seed: int
 ) -> Iterator[tuple[Figures, EngineConfig]]:
-    """One line a case, as soon as it is measured, with the settings that it ran with. The engine
-    has nothing else to do, and gets its own settings back."""
+    """One line a case but `turns`, as soon as it is measured, with the settings that it ran with.
+    The engine has nothing else to do, and gets its own settings back."""
     bench = _Bench(llm, seed)
     measures: dict[str, Callable[[Any], Figures]] = {
         "zero-hit": bench.on_and_off,
         "groups": bench.groups,
         "chat": bench.chat,
         "mixed": bench.on_and_off,
-        "turns": bench.turns,
     }
     try:
         for case in cases:
             shape = sizes.of(case)
             bench.restart(llm.config)
             figures = measures[case](shape)
-            line = {"id": case} | {
-                k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()
-            }
-            yield line | _flat(shape) | {"seed": seed}, llm.engine.config
+            yield (
+                {"id": case} | _rounded(figures) | _flat(shape) | {"seed": seed},
+                llm.engine.config,
+            )
     finally:
         bench.restart(llm.config)
+
+
+def run_turns(
+    load: Callable[[EngineConfig], LLM], config: EngineConfig, sizes: Sizes, *, seed: int
+) -> Iterator[tuple[Figures, EngineConfig]]:
+    """The same conversations without tiers below the pool, with host memory, and with disk too: a
+    line each, as soon as it is measured, with the settings that it ran with. config: its tiers say
+    how large those are, and in which folder another one is made for the disk's file, which goes
+    afterwards.
+
+    Raises:
+        ConfigError: the pool would hold more blocks than asked for, or not one conversation.
+    """
+    shape, host_gb = sizes.turns, config.kv_host_gb
+    talks = _Talks(shape, seed)
+    num_working, num_pool = turns_blocks(config, shape, talks)
+    alone = replace(
+        config,
+        num_kv_blocks=num_pool,
+        max_model_len=min(shape.max_total_tokens, num_pool * config.block_size),
+        kv_host_gb=None,
+        kv_disk_path=None,
+    )
+    with ExitStack() as stack:
+        for tiers in TIERS:
+            below = alone if tiers == "none" else replace(alone, kv_host_gb=host_gb)
+            if tiers == "host+disk":
+                parent = None
+                if config.kv_disk_path is not None:
+                    parent = make_folder(config.kv_disk_path)
+                folder = tempfile.TemporaryDirectory(prefix="pico-vllm-bench-", dir=parent)
+                below = replace(below, kv_disk_path=stack.enter_context(folder))
+            # The engine before it may still have the memory.
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            with closing(load(below)) as llm:
+                if host_gb is None:
+                    host_gb = _gib(llm, shape.host_part * num_working)
+                figures = {
+                    "tiers": tiers,
+                    **_play_turns(llm.engine, shape, talks, seed),
+                    "working_set_blocks": num_working,
+                    "pool_blocks": num_pool,
+                }
+                name = "turns" if tiers == "none" else f"turns-{tiers.replace('+', '-')}"
+                line = {"id": name} | _rounded(figures)
+                yield line | _flat(shape) | {"seed": seed}, llm.config
+            del llm
+
+
+def turns_blocks(config: EngineConfig, shape: Turns, talks: _Talks) -> tuple[int, int]:
+    """Of all conversations at their end, and of the pool. Raises ConfigError where it cannot be."""
+    blocks = [-(-each // config.block_size) for each in talks.total_tokens()]
+    num_pool, most = int(shape.pool_part * sum(blocks)), config.num_kv_blocks
+    if num_pool < max(blocks) or (most is not None and most < num_pool):
+        there_are = "" if most is None else f"there are {most}, "
+        raise ConfigError(
+            f"turns needs a pool of {num_pool} KV blocks, {shape.pool_part:g} of what its "
+            f"conversations take, and {there_are}the longest conversation taking {max(blocks)}; "
+            "give other --num-kv-blocks, --block-size or --sizes, or leave it out with --only",
+            param="num_kv_blocks",
+        )
+    return sum(blocks), num_pool
+
+
+def _gib(llm: LLM, num_blocks: float) -> float:
+    """Host memory for so many blocks, and half of one against rounding."""
+    itemsize = TORCH_DTYPES[llm.config.dtype].itemsize
+    block_bytes = llm.model_config.kv_bytes_per_token(itemsize) * llm.config.block_size
+    return (int(num_blocks) + 0.5) * block_bytes / 2**30
+
+
+def _play_turns(engine: Engine, shape: Turns, talks: _Talks, seed: int) -> Figures:
+    """Twice, each time from empty tiers: the first, of fewer turns, warms up."""
+    source = PromptSource(engine.vocab_size, seed)
+    for num_turns in (min(2, shape.turns), shape.turns):
+        _forget(engine)
+        num_before, before = engine.num_preemptions, engine.cache_stats()
+        ttft_s = talks.play(engine, source, num_turns)
+    stats = engine.cache_stats().since(before)
+    num_preemptions = engine.num_preemptions - num_before
+    _forget(engine)  # nothing of it is to be kept when the engine ends
+    return {
+        "hit_rate": stats.hit_rate,
+        **distribution_ms("ttft", ttft_s),
+        "num_hits": stats.num_hits,
+        "num_requests": stats.num_queries,
+        "num_evicted_blocks": stats.num_evicted_blocks,
+        "num_preemptions": num_preemptions,
+        **tier_figures(stats),
+    }
+
+
+def _forget(engine: Engine) -> None:
+    # With overlap one more step is under way.
+    while engine.has_work():
+        engine.step()
+    engine.reset_prefix_cache()
 
 
 def run_host_cost(sizes: Sizes) -> Iterator[Figures]:
@@ -197,7 +322,6 @@ class _Bench:
         self._config = llm.config
         self._timed = PicoEngine(llm)
         self._source = PromptSource(llm.engine.vocab_size, seed)
-        self._seed = seed
 
     def restart(self, config: EngineConfig) -> None:
         # With overlap one more step is under way; an interrupt leaves news for who is gone.
@@ -271,43 +395,6 @@ class _Bench:
             "num_hit_tokens": stats.num_hit_tokens,
         }
 
-    def turns(self, shape: Turns) -> Figures:
-        talks = _Talks(shape, self._seed)
-        block_size = self._config.block_size
-        num_working = sum(-(-each // block_size) for each in talks.total_tokens())
-        num_pool = int(shape.pool_part * num_working)
-        assert self._config.num_kv_blocks is not None
-        least = -(-max(talks.total_tokens()) // block_size)
-        if not least <= num_pool <= self._config.num_kv_blocks:
-            raise ConfigError(
-                f"turns needs a pool of {num_pool} KV blocks, {shape.pool_part:g} of what its "
-                f"conversations take, and there are {self._config.num_kv_blocks}, the longest "
-                f"conversation taking {least}; give other --num-kv-blocks, --block-size or "
-                "--sizes, or leave it out with --only",
-                param="num_kv_blocks",
-            )
-        assert self._config.max_model_len is not None
-        config = replace(
-            self._config,
-            num_kv_blocks=num_pool,
-            max_model_len=min(self._config.max_model_len, num_pool * block_size),
-        )
-        for num_turns in (min(2, shape.turns), shape.turns):  # the first warms up
-            self.restart(config)
-            before = self._engine.num_preemptions
-            ttft_s = talks.play(self._engine, self._source, num_turns)
-        stats = self._engine.cache_stats()
-        return {
-            "hit_rate": stats.hit_rate,
-            **distribution_ms("ttft", ttft_s),
-            "num_hits": stats.num_hits,
-            "num_requests": stats.num_queries,
-            "working_set_blocks": num_working,
-            "pool_blocks": num_pool,
-            "num_evicted_blocks": stats.num_evicted_blocks,
-            "num_preemptions": self._engine.num_preemptions - before,
-        }
-
     def _prompt(self, shared: list[int], shape: Groups) -> list[int]:
         return shared + self._source.prompt(self._source.draw(shape.suffix))
 
@@ -371,6 +458,10 @@ class _Talks:
             for request_id in running:
                 engine.abort(request_id)
         return ttft_s
+
+
+def _rounded(figures: Figures) -> Figures:
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
 
 
 def _flat(shape: Batch | Groups | Turns) -> Figures:

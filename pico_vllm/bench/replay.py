@@ -1,6 +1,9 @@
 """What a prefix cache would do with a trace of prompts: the real scheduler, blocks and cache, and
 no model. Host only.
 
+Tiers below the device are the real `LowerTiers` too, over no memory and a disk without a file:
+what is copied from or to host memory is there after a step, what is read from disk after another.
+
 A step takes no time of its own here. The clock of the trace goes on by a fixed time a step, and to
 the next arrival where nobody is there, so that a run gives the same figures on every machine.
 """
@@ -8,8 +11,8 @@ the next arrival where nobody is there, so that a run gives the same figures on 
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pico_vllm.bench.prompt_trace import TraceRequest
+from pico_vllm.bench.tier_figures import tier_figures
 from pico_vllm.cache.prefix_cache import CacheStats
 from pico_vllm.cache.radix_tree import TOKEN_BYTES, Node, RadixTree, Tokens
+from pico_vllm.cache.tiers.chain import Key
+from pico_vllm.cache.tiers.lower import LowerTiers
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.request import Request
 from pico_vllm.scheduler.scheduler import Scheduler
@@ -42,13 +48,12 @@ class Replay:
     peak_cached_blocks: int
 
     def figures(self) -> dict[str, Any]:
-        """Flat, as a line has them. `device_` is where hits were found."""
+        """Flat, as a line has them. `device_`, `host_` and `disk_` are where hits were found."""
         stats = self.stats
         return {
             "num_requests": len(self.requests),
             "num_hits": stats.num_hits,
             "prompt_tokens": sum(each.num_prompt_tokens for each in self.requests),
-            "device_hit_tokens": stats.num_hit_tokens,
             "hit_rate": stats.hit_rate,
             "saved_tokens": stats.num_hit_tokens,
             "computed_tokens": self.num_computed_tokens,
@@ -61,7 +66,75 @@ class Replay:
             "evicted_blocks": stats.num_evicted_blocks,
             "num_copies": stats.num_copies,
             "num_preemptions": self.num_preemptions,
-        }
+        } | tier_figures(stats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSizes:
+    """Of the tiers below the device."""
+
+    num_host_blocks: int
+    num_disk_blocks: int = 0
+    block_bytes: int = 0
+    """For what was moved; 0 is not known."""
+    min_host_tokens: int | None = 1
+    """From how many on a load takes less time than computing; None is never."""
+    min_disk_tokens: int | None = 1
+
+    def tiers(self, block_size: int) -> LowerTiers:
+        return LowerTiers(
+            self.num_host_blocks,
+            block_size=block_size,
+            block_bytes=self.block_bytes,
+            min_host_tokens=self.min_host_tokens,
+            min_disk_tokens=self.min_disk_tokens,
+            disk=_Disk(self.num_disk_blocks) if self.num_disk_blocks else None,
+            host_memory=np.zeros((self.num_host_blocks, 0), np.uint8),
+            is_threaded=False,
+        )
+
+
+class _Disk:
+    """The books of a DiskTier without its file: the same blocks go, in the same order."""
+
+    is_alive = True
+    num_damaged = 0
+
+    def __init__(self, num_records: int) -> None:
+        self.num_records = num_records
+        self.num_evicted = 0
+        self._records: OrderedDict[Key, tuple[Key, bytes]] = OrderedDict()
+        """Parent and tokens; the one whose last use is longest ago first."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def contains(self, key: Key) -> bool:
+        return key in self._records
+
+    def write(
+        self, key: Key, parent: Key, tokens: bytes, kv: NDArray[np.uint8],
+        is_wanted: Callable[[], bool],
+    ) -> bool:  # fmt: skip
+        if key in self._records or not is_wanted():
+            return False
+        if len(self._records) == self.num_records:
+            self._records.popitem(last=False)
+            self.num_evicted += 1
+        self._records[key] = (parent, tokens)
+        return True
+
+    def read(self, key: Key, parent: Key, tokens: bytes, out: NDArray[np.uint8]) -> bool:
+        if self._records.get(key) != (parent, tokens):
+            return False
+        self._records.move_to_end(key)
+        return True
+
+    def clear(self) -> None:
+        self._records.clear()
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +164,17 @@ class SharedPrefix:
         }
 
 
-def replay(requests: Sequence[TraceRequest], config: EngineConfig, *, step_s: float) -> Replay:
+def replay(
+    requests: Sequence[TraceRequest],
+    config: EngineConfig,
+    *,
+    step_s: float,
+    below: TierSizes | None = None,
+) -> Replay:
     """Answer all, in order of arrival. config: with num_kv_blocks, max_num_seqs and
     max_num_batched_tokens, in whose pool each request fits; nothing else has to be resolved."""
-    scheduler = Scheduler.from_config(config)
+    tiers = None if below is None else below.tiers(config.block_size)
+    scheduler = Scheduler.from_config(config, tiers)
     to_come = deque(
         (each, _request(number, each, config.seed)) for number, each in enumerate(requests)
     )
@@ -108,11 +188,15 @@ def replay(requests: Sequence[TraceRequest], config: EngineConfig, *, step_s: fl
         while to_come and to_come[0][0].arrival_s <= now_s:
             scheduler.add(to_come.popleft()[1])
         plan = scheduler.schedule()
-        assert plan is not None, "nothing to run with requests in line"
-        peak_held = max(peak_held, scheduler.num_held_blocks)
-        scheduler.commit(plan, StepResult(token_ids=_sampled(plan, by_id, answers)))
-        peak_cached = max(peak_cached, scheduler.num_cached_blocks)
-        num_computed += int(plan.query_lens[plan.num_decodes :].sum())
+        # Only who waits for the disk has nothing to run.
+        assert plan is not None or tiers is not None, "nothing to run with requests in line"
+        if plan is not None:
+            peak_held = max(peak_held, scheduler.num_held_blocks)
+            loaded = (plan.number,) if plan.loads else ()
+            token_ids = _sampled(plan, by_id, answers)
+            scheduler.commit(plan, StepResult(token_ids=token_ids, loaded=loaded))
+            peak_cached = max(peak_cached, scheduler.num_cached_blocks)
+            num_computed += int(plan.query_lens[plan.num_decodes :].sum())
         num_steps += 1
         now_s += step_s
     return Replay(

@@ -23,13 +23,14 @@ writing them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.eviction import EVICTION_POLICIES
 from pico_vllm.cache.radix_tree import TOKEN_BYTES, Match, Node, RadixTree, Tokens
 from pico_vllm.cache.tiers.chain import Key, chain_keys, root_key
-from pico_vllm.cache.tiers.lower import Fetch, Load, LowerTiers
+from pico_vllm.cache.tiers.lower import Fetch, Load, LowerTiers, TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,16 @@ class CacheStats:
     """What those requests came with."""
     num_hit_tokens: int = 0
     """What they found of it, to be copied included."""
+    num_hit_blocks: int = 0
+    """Whole ones that they found."""
+    num_host_hit_blocks: int = 0
+    """Those of them that had come up from host memory, and that nobody had entered with since."""
+    num_disk_hit_blocks: int = 0
+    """Likewise from disk."""
     num_copies: int = 0
     """Blocks copied on write."""
     num_evicted_blocks: int = 0
+    """From the device."""
     num_blocks: int = 0
     """Of the pool: this and what follows is now, not so far."""
     num_held_blocks: int = 0
@@ -55,21 +63,56 @@ class CacheStats:
     """By the tree, whether or not requests hold them as well."""
     num_nodes: int = 0
     """Of the tree, each with an edge of at least one block."""
+    block_size: int = 0
+    below: TierStats = field(default_factory=TierStats)
 
     @property
     def hit_rate(self) -> float | None:
         """Part of the tokens that was found; None where nobody asked."""
-        return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else None
+        return self._part(self.num_hit_tokens)
+
+    @property
+    def num_device_hit_blocks(self) -> int:
+        return self.num_hit_blocks - self.num_host_hit_blocks - self.num_disk_hit_blocks
+
+    @property
+    def num_device_hit_tokens(self) -> int:
+        """Those that were copied included."""
+        return self.num_hit_tokens - self.num_host_hit_tokens - self.num_disk_hit_tokens
+
+    @property
+    def num_host_hit_tokens(self) -> int:
+        return self.num_host_hit_blocks * self.block_size
+
+    @property
+    def num_disk_hit_tokens(self) -> int:
+        return self.num_disk_hit_blocks * self.block_size
+
+    @property
+    def device_hit_rate(self) -> float | None:
+        """With the two that follow, `hit_rate`."""
+        return self._part(self.num_device_hit_tokens)
+
+    @property
+    def host_hit_rate(self) -> float | None:
+        return self._part(self.num_host_hit_tokens)
+
+    @property
+    def disk_hit_rate(self) -> float | None:
+        return self._part(self.num_disk_hit_tokens)
+
+    def _part(self, num_tokens: int) -> float | None:
+        return num_tokens / self.num_query_tokens if self.num_query_tokens else None
 
     def since(self, before: CacheStats) -> CacheStats:
         """What was counted after `before`; what is now stays."""
         counted = {name: getattr(self, name) - getattr(before, name) for name in _COUNTED}
-        return replace(self, **counted)
+        return replace(self, below=self.below.since(before.below), **counted)
 
 
 _COUNTED = (
-    "num_queries", "num_hits", "num_query_tokens", "num_hit_tokens", "num_copies",
-    "num_evicted_blocks",
+    "num_queries", "num_hits", "num_query_tokens", "num_hit_tokens", "num_hit_blocks",
+    "num_host_hit_blocks", "num_disk_hit_blocks", "num_copies", "num_evicted_blocks",
 )  # fmt: skip
 
 
@@ -123,9 +166,12 @@ class PrefixCache:
         self._tree = RadixTree(block_size, self._policy)
         self.tiers = tiers
         self._loading: list[LoadingBlocks] = []
+        self._is_from_disk: dict[int, bool] = {}
+        """Blocks of the tree that came from below, and that no request has entered with since."""
         # As CacheStats has them.
         self.num_queries = self.num_hits = 0
         self.num_query_tokens = self.num_hit_tokens = 0
+        self.num_hit_blocks = self.num_host_hit_blocks = self.num_disk_hit_blocks = 0
         self.num_copies = self.num_evicted_blocks = 0
 
     def stats(self) -> CacheStats:
@@ -134,12 +180,17 @@ class PrefixCache:
             num_hits=self.num_hits,
             num_query_tokens=self.num_query_tokens,
             num_hit_tokens=self.num_hit_tokens,
+            num_hit_blocks=self.num_hit_blocks,
+            num_host_hit_blocks=self.num_host_hit_blocks,
+            num_disk_hit_blocks=self.num_disk_hit_blocks,
             num_copies=self.num_copies,
             num_evicted_blocks=self.num_evicted_blocks,
             num_blocks=self._blocks.num_device_blocks,
             num_held_blocks=self._blocks.num_device_blocks - self.num_available_blocks,
             num_cached_blocks=self._tree.num_blocks,
             num_nodes=self._tree.num_nodes,
+            block_size=self.block_size,
+            below=TierStats() if self.tiers is None else self.tiers.stats(),
         )
 
     @property
@@ -164,20 +215,40 @@ class PrefixCache:
             return self._blocks.allocate(count)
         if count - num_free > self._tree.num_evictable_blocks:
             return None
-        evicted = self._evict(count - num_free)
-        return (self._blocks.allocate(num_free) or []) + evicted if num_free else evicted
+        evicted: list[int] = []
+        try:
+            self._evict(count - num_free, evicted.extend)
+            return (self._blocks.allocate(num_free) or []) + evicted if num_free else evicted
+        except BaseException:
+            # Neither the tree nor anybody else has them.
+            self._blocks.free(evicted)
+            raise
 
     def match(self, tokens: Tokens, max_tokens: int, salt: str) -> Match:
         """What is there of the first max_tokens. Changes nothing."""
         match = self._tree.match(tokens, max_tokens, salt)
         return match if match.num_copied >= self._cow_min_tokens else match.without_copy()
 
-    def count(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """A request enters for the first time, and so much of it was there."""
+    def count(
+        self, num_tokens: int, num_cached_tokens: int, num_blocks: int, num_below: tuple[int, int]
+    ) -> None:
+        """A request enters for the first time, and so much of it was there. num_below: of the
+        whole blocks, as `first_uses` has them."""
         self.num_queries += 1
         self.num_hits += num_cached_tokens > 0
         self.num_query_tokens += num_tokens
         self.num_hit_tokens += num_cached_tokens
+        self.num_hit_blocks += num_blocks
+        self.num_host_hit_blocks += num_below[0]
+        self.num_disk_hit_blocks += num_below[1]
+
+    def first_uses(self, block_ids: Sequence[int]) -> tuple[int, int]:
+        """A request enters with blocks: how many of them came from host memory, and from disk, with
+        nobody having entered with them since. Who is next finds them on the device."""
+        if not self._is_from_disk:
+            return 0, 0
+        found = [self._is_from_disk.pop(i) for i in block_ids if i in self._is_from_disk]
+        return len(found) - sum(found), sum(found)
 
     def acquire(self, match: Match, salt: str, priority: int) -> Lease:
         """Let a request hold the blocks of a match, and keep the source for it."""
@@ -224,7 +295,7 @@ class PrefixCache:
         self._give_back(lease, block_ids, tokens)
         excess = self._tree.num_evictable_blocks - self._max_evictable
         if excess > 0:
-            self._blocks.free(self._evict(excess))
+            self._evict(excess, self._blocks.free)
 
     def _give_back(self, lease: Lease, block_ids: list[int], tokens: Tokens) -> None:
         self.drop_source(lease)
@@ -284,12 +355,17 @@ class PrefixCache:
         # Before anything is evicted: whose slots the evicted ones might get.
         sources = self.tiers.pin(keys[first:])
         lease = self.acquire(match.without_copy(), salt, priority)
-        block_ids = self.allocate(len(sources))
-        if block_ids is None:
-            self.tiers.unpin(sources)
-            self.release(lease, list(match.block_ids))
+        block_ids, load = None, None
+        try:
+            block_ids = self.allocate(len(sources))
+            if block_ids is not None:
+                load = self.tiers.begin_load(sources, self._blocks.device_ids(block_ids))
+        finally:
+            if load is None:
+                self.tiers.unpin(sources)
+                self._give_back(lease, [*match.block_ids, *(block_ids or [])], b"")
+        if block_ids is None or load is None:
             return None
-        load = self.tiers.begin_load(sources, self._blocks.device_ids(block_ids))
         of_blocks = tokens[first * self._block_bytes : len(keys) * self._block_bytes]
         loading = LoadingBlocks(lease, [*match.block_ids, *block_ids], of_blocks, load)
         self._loading.append(loading)
@@ -323,15 +399,20 @@ class PrefixCache:
         num_evictable = self._tree.num_evictable_blocks
         count = min(num_evictable, self.tiers.room_to_save(timeout_s) if num_evictable else 0)
         if count:
-            self._blocks.free(self._evict(count))
+            self._evict(count, self._blocks.free)
         return count > 0
 
     def _end_load(self, loading: LoadingBlocks, *, is_filled: bool) -> None:
         self._loading.remove(loading)
         tokens = loading.tokens if is_filled else b""
+        block_ids = loading.block_ids[loading.lease.num_blocks :]
         # No more of the pool than the cache may take is not for these: somebody is about to enter
         # with them.
         self._give_back(loading.lease, loading.block_ids, tokens)
+        if is_filled:
+            for block_id, is_from_disk in zip(block_ids, loading.load.is_from_disk, strict=True):
+                if self._blocks.ref_count(block_id):  # the tree has taken it
+                    self._is_from_disk[block_id] = is_from_disk
 
     @property
     def num_loading_blocks(self) -> int:
@@ -345,6 +426,8 @@ class PrefixCache:
     def _chain_of(self, node: Node) -> list[Key]:
         """Keys of a node's blocks, made when they are first asked for."""
         assert self.tiers is not None
+        if node.chain is not None:
+            return node.chain
         path = []
         each = node
         while each.parent is not None and each.chain is None:
@@ -381,23 +464,31 @@ class PrefixCache:
         No lease has a source."""
         if self.tiers is not None and with_tiers:
             self.tiers.clear()
+        self._is_from_disk.clear()
         old = self._tree
         self._tree = RadixTree(self.block_size, self._policy, old.version + 1)
         block_ids = old.block_ids()
         if block_ids:
             self._blocks.free(block_ids)
 
-    def _evict(self, count: int) -> list[int]:
-        """Take blocks out of the tree: whoever calls this holds them then."""
-        if self.tiers is None:
-            gone = self._tree.evict(count)
-        else:
-            gone = self._tree.evict(count, self._put_below)
-        assert len(gone) == count and all(self._blocks.ref_count(i) == 1 for i in gone), (
-            f"evicted {gone} for {count}, some of which may be held by others"
-        )
-        self.num_evicted_blocks += count
-        return gone
+    def _evict(self, count: int, take: Callable[[list[int]], None]) -> None:
+        """Take blocks out of the tree, and give those of each node to whoever holds them then. When
+        anything raises, `take` too, those that it has not got are still the tree's."""
+
+        def on_evict(node: Node, first: int) -> None:
+            block_ids = node.block_ids[first:]
+            assert all(self._blocks.ref_count(i) == 1 for i in block_ids), (
+                f"evicted {block_ids}, some of which may be held by others"
+            )
+            if self.tiers is not None:
+                self._put_below(node, first)
+            take(block_ids)
+            self.num_evicted_blocks += len(block_ids)
+            for block_id in block_ids if self._is_from_disk else ():
+                self._is_from_disk.pop(block_id, None)
+
+        gone = self._tree.evict(count, on_evict)
+        assert len(gone) == count, f"evicted {gone} for {count}"
 
     def block_ids(self) -> set[int]:
         """Those that the tree holds."""
@@ -409,6 +500,7 @@ class PrefixCache:
             self.tiers.check_invariants()
         block_ids = self._tree.block_ids()
         assert len(set(block_ids)) == len(block_ids), "a block in two nodes"
+        assert self._is_from_disk.keys() <= set(block_ids), "one that has left the tree"
         for node in self._tree.nodes():
             if node.lock_ref == 0:
                 assert all(self._blocks.ref_count(block_id) == 1 for block_id in node.block_ids)

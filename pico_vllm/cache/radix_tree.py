@@ -287,32 +287,62 @@ class RadixTree:
         """Take out unlocked blocks, so many if there are, and return them: leaves in the policy's
         order, each from its end.
 
-        on_evict: told of a node whose blocks go, from which on, while it still stands.
+        on_evict: told of a node whose blocks go, from which on, while it still stands. If it
+        raises, they stay; those that it was told of before are gone.
         """
         gone: list[int] = []
         while len(gone) < count and self._num_evictable_leaves:
-            _, entry, node = heapq.heappop(self._line)
+            _, entry, node = self._line[0]
             if node.entry != entry:
+                heapq.heappop(self._line)
                 continue
             assert node.lock_ref == 0 and not node.children
             num_kept = max(0, len(node.block_ids) - (count - len(gone)))
-            on_evict(node, num_kept)
             taken = node.block_ids[num_kept:]
+            if num_kept:
+                self._shorten(node, num_kept, on_evict)
+            else:
+                self._remove_first(node, on_evict)
             gone += taken
             self.num_blocks -= len(taken)
             self.num_evictable_blocks -= len(taken)
-            if num_kept:
-                del node.block_ids[num_kept:]
-                if node.chain is not None:
-                    del node.chain[num_kept:]
-                node.tokens = node.tokens[: num_kept * self._block_bytes]
-                heapq.heappush(self._line, (self._policy(node), entry, node))
-            else:
-                node.entry = 0
-                self._num_evictable_leaves -= 1
-                self._remove(node)
-        self.version += 1
+            self.version += 1
         return gone
+
+    def _shorten(self, node: Node, num_kept: int, on_evict: Callable[[Node, int], None]) -> None:
+        """It keeps its place in line."""
+        tokens = node.tokens[: num_kept * self._block_bytes]
+        on_evict(node, num_kept)
+        del node.block_ids[num_kept:]
+        if node.chain is not None:
+            del node.chain[num_kept:]
+        node.tokens = tokens
+
+    def _remove_first(self, node: Node, on_evict: Callable[[Node, int], None]) -> None:
+        """The leaf that is first in line. Its parent may be one then, and a root without anything
+        goes with it. What may raise comes before on_evict, which may too, and nothing after it."""
+        parent = node.parent
+        assert parent is not None
+        key = node.tokens[: self._block_bytes]
+        index = bisect_left(parent.keys, key)
+        is_leaf_then = len(parent.children) == 1 and parent.lock_ref == 0
+        is_in_line_then = is_leaf_then and parent.parent is not None
+        place = self._policy(parent) if is_in_line_then else (0, 0)
+        on_evict(node, 0)
+        node.entry = 0
+        node.parent = None
+        del parent.children[key]
+        del parent.keys[index]
+        self.num_nodes -= 1
+        if is_in_line_then:
+            self._num_entries += 1
+            parent.entry = self._num_entries
+            heapq.heapreplace(self._line, (place, parent.entry, parent))
+            return
+        heapq.heappop(self._line)
+        self._num_evictable_leaves -= 1
+        if is_leaf_then:
+            del self._roots[parent.salt]
 
     def block_ids(self) -> list[int]:
         """All, in no order."""
@@ -361,19 +391,6 @@ class RadixTree:
         self.num_nodes += 1
         self.version += 1
         return upper
-
-    def _remove(self, node: Node) -> None:
-        """Of a leaf; its parent may be one now, and a root without anything goes with it."""
-        parent = node.parent
-        if parent is None:
-            return
-        key = node.tokens[: self._block_bytes]
-        del parent.children[key]
-        del parent.keys[bisect_left(parent.keys, key)]
-        node.parent = None
-        self.num_nodes -= 1
-        if not parent.children and parent.lock_ref == 0:
-            self._become_leaf(parent)
 
     def _become_leaf(self, node: Node) -> None:
         """Unlocked and without children: it can be evicted."""

@@ -10,14 +10,45 @@ from typing import Annotated, Any
 import typer
 
 from pico_vllm.cli.terminal import console, note
+from pico_vllm.errors import ConfigError
 
 IsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line a figure.")]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuse before anything is measured what could not be kept afterwards."""
+    if path is None:
+        return None
+    try:
+        if not path.exists():
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True)
+            path.open("x").close()
+            path.unlink()
+        elif path.is_file() or path.is_dir():
+            path.open("a").close()
+        # Whoever reads a pipe would take the end of this try for that of the record.
+    except OSError as error:
+        raise ConfigError(
+            f"--record {path} cannot be written to: {error.strerror}; name a file in a folder of "
+            "your own",
+            param="record",
+        ) from error
+    return path
+
+
 RecordFile = Annotated[
-    Path | None, typer.Option(help="Append the lines to this file, with all they depend on.")
+    Path | None,
+    typer.Option(
+        help="Append the lines to this file, with all they depend on.", callback=_writable
+    ),
 ]
 Commit = Annotated[
     str | None, typer.Option(help="The commit that is measured, where there is no git.")
 ]
+
+
+MAX_PIPED_WIDTH = 100_000
 
 
 class Lines:
@@ -59,7 +90,10 @@ def print_table(columns: Sequence[str], lines: Sequence[dict[str, Any]]) -> None
         table.add_column(name, justify="left" if is_text else "right")
     for line in lines:
         table.add_row(*(cell(line.get(name)) for name in used))
-    console().print(table)
+    screen = console()
+    if not screen.is_terminal:
+        screen.width = MAX_PIPED_WIDTH  # a table takes of it what its rows do
+    screen.print(table)
 
 
 def cell(value: object) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOAD_COLUMNS = (
     "rate_req_s", "offered_req_s", "num_requests", "num_failed", "req_s", "out_tok_s",
-    "total_tok_s", "goodput_req_s", "hit_rate",
+    "total_tok_s", "goodput_req_s", "hit_rate", "host_hit_rate", "disk_hit_rate",
 )  # fmt: skip
 LATENCY_COLUMNS = ("rate_req_s", "figure", "mean", "p50", "p90", "p99")
 INTERFERENCE_COLUMNS = (

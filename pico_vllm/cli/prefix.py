@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -13,11 +14,11 @@ from pico_vllm.config.engine import EngineConfig
 from pico_vllm.errors import ConfigError
 
 COLUMNS = (
-    "id", "hit_rate", "out_tok_s_on", "out_tok_s_off", "on_over_off", "cold_ms", "warm_ms",
-    "warm_minus_cold_ms", "ttft_ms_p50", "ttft_ms_p99", "cache_us", "scheduler_off_us",
-    "scheduler_on_us",
+    "id", "hit_rate", "device_hit_rate", "host_hit_rate", "disk_hit_rate", "out_tok_s_on",
+    "out_tok_s_off", "on_over_off", "cold_ms", "warm_ms", "warm_minus_cold_ms", "ttft_ms_p50",
+    "ttft_ms_p99", "cache_us", "scheduler_off_us", "scheduler_on_us",
 )  # fmt: skip
-HOST_COST = "host-cost"
+HOST_COST, TURNS = "host-cost", "turns"
 
 
 @takes_config
@@ -43,31 +44,48 @@ def bench_prefix(
             "bench prefix measures the prefix cache, on and off; leave --prefix-cache and --kv out",
             param="enable_prefix_caching",
         )
-    if engine.kv_host_gb or engine.kv_disk_path is not None:
-        raise ConfigError(
-            "bench prefix begins again and again with an empty cache, which nothing may lie below; "
-            "leave --kv-host-gb and --kv-disk-path out",
-            param="kv_host_gb",
-        )
-    from pico_vllm.bench.prefix import CASES, SIZES, check_cases, run_host_cost, run_prefix
+    from pico_vllm.bench.prefix import (
+        CASES,
+        SIZES,
+        check_cases,
+        run_host_cost,
+        run_prefix,
+        run_turns,
+    )
     from pico_vllm.bench.record import environment, machine
     from pico_vllm.engine.loading import settle_device
 
     cases = names("only", only, CASES)
+    has_tiers = engine.kv_host_gb is not None or engine.kv_disk_path is not None
+    if has_tiers and (TURNS not in cases or engine.kv_host_gb == 0):
+        raise ConfigError(
+            "of bench prefix only turns has tiers below the KV pool, and some of each: give "
+            "--kv-host-gb more than 0 with --only turns, or leave it and --kv-disk-path out",
+            param="kv_host_gb",
+        )
     device = settle_device(engine.device)
     if sizes == "auto":
         sizes = "cpu" if device.type == "cpu" else "gpu"
     (sizes,) = names("sizes", sizes, tuple(SIZES))[:1]
     chosen, on_engine = SIZES[sizes], [case for case in cases if case != HOST_COST]
     check_cases(on_engine, chosen, engine.max_model_len)
+    has_turns = TURNS in on_engine
+    if has_turns:
+        on_engine.remove(TURNS)
     lines = Lines(COLUMNS, is_json=is_json, record=record)
     if HOST_COST in cases:
         for line in run_host_cost(chosen):
             lines.add(line | {"sizes": sizes} | machine(str(device), commit=commit))
     if on_engine:
-        with load_llm(engine) as llm:
+        with load_llm(replace(engine, kv_host_gb=None, kv_disk_path=None)) as llm:
             check_cases(on_engine, chosen, llm.config.max_model_len)
             for line, config in run_prefix(llm, on_engine, chosen, seed=engine.seed):
                 head = {"id": line["id"], "model": engine.model}
                 lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
+        # The engines of turns need the memory.
+        del llm
+    if has_turns:
+        for line, config in run_turns(load_llm, engine, chosen, seed=engine.seed):
+            head = {"id": line["id"], "model": engine.model}
+            lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
     lines.show()

@@ -89,21 +89,33 @@ def build_tiers(
             block_tokens_bytes=4 * config.block_size,
             block_bytes=block_bytes,
         )
-    flops, host_rate, disk_rate = CPU_RATES if config.device == "cpu" else GPU_RATES
-    num_parameters = sum(math.prod(shape) for shape in parameter_shapes(model).values())
-    compute_s = 2 * num_parameters / flops
-    token_bytes = block_bytes / config.block_size
+    min_host_tokens, min_disk_tokens = least_tokens(
+        model, block_bytes / config.block_size, is_cpu=config.device == "cpu"
+    )
     return LowerTiers(
         num_host_blocks,
         block_size=config.block_size,
         block_bytes=block_bytes,
         identity=identity,
-        min_host_tokens=_least_tokens(HOST_WAIT_S, compute_s, token_bytes / host_rate),
-        min_disk_tokens=_least_tokens(
-            DISK_WAIT_S, compute_s, token_bytes / host_rate + token_bytes / disk_rate
-        ),
+        min_host_tokens=min_host_tokens,
+        min_disk_tokens=min_disk_tokens,
         disk=disk,
         host_memory=host_pool.bytes,
+    )
+
+
+def least_tokens(
+    model: ModelConfig, token_bytes: float, *, is_cpu: bool
+) -> tuple[int | None, int | None]:
+    """From how many on it is faster to load what is in host memory, and what is on disk, than to
+    compute it; None is never."""
+    flops, host_rate, disk_rate = CPU_RATES if is_cpu else GPU_RATES
+    num_parameters = sum(math.prod(shape) for shape in parameter_shapes(model).values())
+    compute_s = 2 * num_parameters / flops
+    host_s, disk_s = token_bytes / host_rate, token_bytes / disk_rate
+    return (
+        _least_tokens(HOST_WAIT_S, compute_s, host_s),
+        _least_tokens(DISK_WAIT_S, compute_s, host_s + disk_s),
     )
 
 

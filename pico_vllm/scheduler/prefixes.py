@@ -214,8 +214,10 @@ class Prefixes:
         self._lead(request.request_id, running)
         request.num_waits = 0
         num_cached = self.num_cached_tokens(match)
+        num_below = self.cache.first_uses(match.block_ids)
         if request.num_cached_tokens is None:
-            self.cache.count(request.num_tokens, num_cached)
+            num_blocks = len(match.block_ids)
+            self.cache.count(request.num_tokens, num_cached, num_blocks, num_below)
         return num_cached
 
     def take_copy(self, request: Request) -> tuple[int, int] | None:
@@ -261,9 +263,10 @@ class Prefixes:
                 outputs = np.array(request.output_token_ids[:num_outputs], np.int32)
                 tokens = request.prompt_token_ids.tobytes() + outputs.tobytes()
             tokens = tokens[start:stop]
-        self.cache.release(running.lease, request.block_ids, tokens)
-        request.block_ids = []
+        block_ids, request.block_ids = request.block_ids, []
         self._let_go_of(running, None)
+        # Last: it may evict others, and what raises there shall not cost more than that.
+        self.cache.release(running.lease, block_ids, tokens)
 
     def reset(self, *, with_tiers: bool = True) -> None:
         """Forget what is cached. Of the running none may have a source."""

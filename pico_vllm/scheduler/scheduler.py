@@ -713,18 +713,16 @@ class Scheduler:
         )
         block_ids = allocate(int(missing.sum()))
         assert block_ids is not None, (missing, self._num_available_blocks)
-        physical_ids = self._blocks.device_ids(block_ids)
+        device_ids = self._blocks.device_ids(block_ids)
         new_blocks, at = [], 0
         for row, count in zip(rows[growing].tolist(), missing[growing].tolist(), strict=True):
             taken = slice(at, at + count)
             held, of_row = int(num_blocks[row]), self._rows.requests[row].block_ids
             if held and row in entering:
                 cached = self._blocks.device_ids(of_row)
-                new_blocks.append(
-                    NewBlocks(row=row, index=0, block_ids=cached + physical_ids[taken])
-                )
+                new_blocks.append(NewBlocks(row=row, index=0, block_ids=cached + device_ids[taken]))
             else:
-                new_blocks.append(NewBlocks(row=row, index=held, block_ids=physical_ids[taken]))
+                new_blocks.append(NewBlocks(row=row, index=held, block_ids=device_ids[taken]))
             of_row.extend(block_ids[taken])
             num_blocks[row] += count
             at += count
@@ -780,14 +778,14 @@ class Scheduler:
     def _release(self, request: Request, num_committed: int) -> None:
         """Take row and blocks from a running request."""
         del self._running[request.request_id]
+        self._exchanged.pop(request.row, None)
+        self._rows.give_back(request.row)
+        request.row = -1
         if self._prefixes is not None:
-            self._exchanged.pop(request.row, None)
             self._prefixes.leave(request, num_committed)
         else:
             self._blocks.free(request.block_ids)
             request.block_ids = []
-        self._rows.give_back(request.row)
-        request.row = -1
 
     def check_invariants(self) -> None:
         self._blocks.check_invariants()

@@ -19,6 +19,7 @@ from pico_vllm.bench.lengths import UniformLengths
 from pico_vllm.bench.load import DueRequest, plan_load, run_load
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.cli import main
+from pico_vllm.engine import tier_loading
 
 ON_CPU = ["--device", "cpu", "--threads", "1", "--dtype", "float32", "--cpu-graph", "off"]
 
@@ -122,6 +123,7 @@ def test_load_lines(tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
             assert 0 < found[0] <= found[1] <= found[2], key
         assert line["ttft_ms_p50"] <= line["e2e_ms_p50"] <= line["duration_s"] * 1e3
         assert 0 <= line["hit_rate"] < 0.5 and line["num_evicted_blocks"] >= 0
+        assert line["device_hit_tokens"] == line["num_hit_tokens"] and line["host_hit_rate"] is None
         assert line["commit"] == "abc123" and line["config_cpu_graph"] == "off"
         assert line["lengths"] == str(path) and line["prompt_tokens"] is None
         assert not any(isinstance(value, (dict, list)) for value in line.values())
@@ -132,6 +134,33 @@ def test_load_lines(tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert fast["offered_req_s"] == pytest.approx(8 * slow["offered_req_s"], rel=1e-3)
     if has_plot:
         assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_load_by_tier(
+    tiny_model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With host memory below a pool too small, prompts that come again are found there, and the
+    line says so: of this run, not of the one to warm up."""
+    # Computing this model takes no time, so that nothing would pay.
+    monkeypatch.setattr(tier_loading, "least_tokens", lambda *_, **__: (1, 1))
+    prompts = [list(range(1 + 40 * number, 41 + 40 * number)) for number in range(4)] * 4
+
+    class Repeated(PromptSource):
+        def prompt(self, num_tokens: int) -> list[int]:
+            prompts.append(prompts.pop(0))
+            return prompts[-1]
+
+    monkeypatch.setattr("pico_vllm.bench.workload.PromptSource", Repeated)
+    command = ["bench", "load", "--model", str(tiny_model.folder), "--rate", "1e4", "--json"]
+    options = ["--num-requests", "12", "--prompt-tokens", "40", "--output-tokens", "2"]
+    pool = ["--num-kv-blocks", "4", "--max-num-seqs", "1", "--kv-host-gb", "0.001"]
+    assert main.run([*command, *options, *pool, *ON_CPU, "--num-warmups", "8"]) == 0
+    (line,) = json_lines(capsys.readouterr().out)
+    found = (line["device_hit_tokens"], line["host_hit_tokens"], line["disk_hit_tokens"])
+    assert found == (0, 12 * 32, None) and line["num_hit_tokens"] == 12 * 32
+    assert line["hit_rate"] == line["host_hit_rate"] == pytest.approx(32 / 40)
+    assert (line["loaded_blocks"], line["config_kv_host_gb"]) == (24, 0.001)
+    assert line["loaded_bytes"] == 24 * 3072
 
 
 def test_load_prints_tables(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,20 +11,29 @@ import pytest
 from tiny import FIXTURE_T, assert_idle, greedy
 
 from pico_vllm import LLM
-from pico_vllm.bench.prefix import SIZES, _Talks, run_prefix
+from pico_vllm.bench.prefix import SIZES, _Talks, run_prefix, run_turns
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.cli import main
+from pico_vllm.config.engine import EngineConfig
+from pico_vllm.engine import tier_loading
 
 ON_CPU = ["--device", "cpu", "--threads", "1", "--dtype", "float32", "--cpu-graph", "off"]
 TINY = SIZES["tiny"]
 
 
+@pytest.fixture
+def any_load_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of this model would, which is computed in no time."""
+    monkeypatch.setattr(tier_loading, "least_tokens", lambda *_, **__: (1, 1))
+
+
 @pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.usefixtures("any_load_pays")
 def test_every_case(
     overlap: str, tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line a case, in the order asked for, flat and kept; what a cache must find is found, and
-    nothing where nothing is shared."""
+    """A line a case, in the order asked for but for turns, of which there are three, flat and kept;
+    what a cache must find is found, and nothing where nothing is shared."""
     record = tmp_path / "prefix.jsonl"
     cases = ["turns", "chat", "zero-hit", "groups", "mixed"]
     command = ["bench", "prefix", "--model", str(tiny_model.folder), "--sizes", "tiny", "--json"]
@@ -34,13 +43,14 @@ def test_every_case(
     captured = capsys.readouterr()
     lines = [json.loads(line) for line in captured.out.splitlines()]
     assert [json.loads(line) for line in record.read_text().splitlines()] == lines
-    assert captured.err == f"[5 lines appended to {record}]\n"
-    assert [line["id"] for line in lines] == cases
+    assert captured.err == f"[7 lines appended to {record}]\n"
+    turns = ["turns", "turns-host", "turns-host-disk"]
+    assert [line["id"] for line in lines] == [*cases[1:], *turns]
     for line in lines:
         assert line["commit"] == "abc123" and line["sizes"] == "tiny" and line["seed"] == 0
         assert line["config_overlap"] == overlap and line["config_enable_prefix_caching"] == "on"
         assert not any(isinstance(value, (dict, list)) for value in line.values())
-    turns, chat, zero_hit, groups, mixed = lines
+    chat, zero_hit, groups, mixed, *turns = lines
     assert (chat["num_requests"], chat["num_hits"], chat["num_hit_tokens"]) == (9, 6, 6 * 144)
     assert 6 / 9 * 144 / 160 <= chat["hit_rate"] <= 6 / 9 * 144 / 152
     assert 6 / 9 * 144 / 160 <= groups["hit_rate"] <= 6 / 9 * 144 / 152
@@ -53,11 +63,67 @@ def test_every_case(
     assert mixed["repeats"] == 1 and mixed["on_over_off"] == pytest.approx(
         mixed["out_tok_s_on"] / mixed["out_tok_s_off"], rel=1e-3
     )
-    assert turns["pool_blocks"] == int(0.4 * turns["working_set_blocks"])
-    assert turns["config_num_kv_blocks"] == turns["pool_blocks"]
-    assert turns["num_requests"] == 24 and 0 < turns["hit_rate"] < 1
-    assert turns["num_evicted_blocks"] > 0
-    assert 0 < turns["ttft_ms_p50"] <= turns["ttft_ms_p99"]
+    for line in turns:
+        assert line["pool_blocks"] == int(0.4 * line["working_set_blocks"])
+        assert line["config_num_kv_blocks"] == line["pool_blocks"]
+        assert line["num_requests"] == 24 and 0 < line["hit_rate"] < 1
+        assert line["num_evicted_blocks"] > 0
+        assert 0 < line["ttft_ms_p50"] <= line["ttft_ms_p99"]
+        rates = [line[f"{tier}_hit_rate"] for tier in ("device", "host", "disk")]
+        assert sum(each or 0.0 for each in rates) == pytest.approx(line["hit_rate"], abs=2e-4)
+    none, host, disk = turns
+    assert [line["tiers"] for line in turns] == ["none", "host", "host+disk"]
+    assert none["host_blocks"] is None and host["disk_blocks"] is None
+    assert host["host_blocks"] == disk["host_blocks"] == int(0.2 * host["working_set_blocks"])
+    assert none["hit_rate"] < host["hit_rate"] and host["host_hit_blocks"] > 0
+    assert disk["disk_hit_blocks"] > 0 and disk["config_kv_disk_path"] is not None
+    assert not Path(disk["config_kv_disk_path"]).exists()
+    assert (disk["failed_reads"], disk["damaged_blocks"], disk["dropped_blocks"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("ends", ["well", "by an interrupt"])
+@pytest.mark.usefixtures("any_load_pays")
+def test_turns_leave_a_folder_as_it_was(
+    ends: str, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another engine keeps there stays, with the sizes asked for; and every engine is closed,
+    also after an interrupt."""
+    folder, engines = tmp_path / "kv", []
+    settings = {name: FIXTURE_T[name] for name in ("dtype", "device", "num_threads", "block_size")}
+    below = {"kv_host_gb": 5e-5, "kv_disk_path": str(folder), "kv_disk_gb": 0.01}
+    config = EngineConfig(model=str(tiny_model.folder), **settings, **below)
+    (tmp_path / "kv").mkdir()
+    (folder / "other.kv").write_text("of another engine")
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    def playing(talks: _Talks, engine: Any, *others: Any) -> list[float]:
+        stats = engine.cache_stats()
+        assert (stats.num_cached_blocks, stats.below.num_host_cached_blocks) == (0, 0)
+        return play(talks, engine, *others)
+
+    play = _Talks.play
+
+    def load(asked: EngineConfig) -> LLM:
+        llm = LLM(**{name: getattr(asked, name) for name in asked.__dataclass_fields__})
+        engines.append(llm)
+        if ends != "well" and asked.kv_disk_path is not None:
+            monkeypatch.setattr(llm.engine, "step", interrupted)
+        return llm
+
+    if ends == "well":
+        monkeypatch.setattr(_Talks, "play", playing)
+        lines, configs = zip(*run_turns(load, config, TINY, seed=0), strict=True)
+        assert Path(configs[2].kv_disk_path or "").parent == folder
+        # 3,072 bytes a block, with the table's entry 4,172 or more on disk.
+        assert [line["host_blocks"] for line in lines] == [None, 17, 17]
+        assert [line["disk_blocks"] for line in lines] == [None, None, 2569]
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            list(run_turns(load, config, TINY, seed=0))
+    assert len(engines) == 3 and [each.name for each in folder.iterdir()] == ["other.kv"]
+    assert all(each._is_closed for each in engines)
 
 
 def test_conversations_go_on_from_their_answers(tiny_model: Any) -> None:
@@ -83,8 +149,8 @@ def test_conversations_go_on_from_their_answers(tiny_model: Any) -> None:
         assert again.total_tokens() == talks.total_tokens() != other.total_tokens()
         assert_idle(llm)
         config = llm.config
-        for _, config_of_run in run_prefix(llm, ["turns"], TINY, seed=1):
-            assert (config_of_run.num_kv_blocks or 0) < 256
+        for case in ("zero-hit", "groups"):
+            assert [config for _, config in run_prefix(llm, [case], TINY, seed=1)] == [config]
         assert llm.engine.config == config and llm.engine.max_model_len == 256
         assert len(llm.generate([1] * 200, greedy(5))[0].outputs[0].token_ids) == 5
         assert_idle(llm)
@@ -102,7 +168,7 @@ def test_an_interrupt_leaves_an_engine(tiny_model: Any, monkeypatch: pytest.Monk
                 raise KeyboardInterrupt
             return step()
 
-        for case in ("turns", "zero-hit"):
+        for case in ("groups", "zero-hit"):
             count = 0
             monkeypatch.setattr(llm.engine, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -136,6 +202,11 @@ def test_host_cost_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prefix-cache", "off"], "bench prefix measures the prefix cache, on and off; leave"),
         (["--kv", "none"], "bench prefix measures the prefix cache, on and off; leave"),
         (["--sizes", "cpu", "--max-model-len", "1000"], "mixed needs 1184 tokens a request and"),
+        (["--only", "chat", "--kv-host-gb", "1"], "of bench prefix only turns has tiers below the"),
+        (
+            ["--only", "turns", "--kv-host-gb", "0"],
+            "of bench prefix only turns has tiers below the",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_loading(

@@ -71,6 +71,34 @@ def test_lines_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [(line["computed_tokens"], line["hit_rate"]) for line in off] == [(324, None)] * 2
 
 
+def test_tiers_below_the_device(
+    tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows by tier, in blocks without a model and in GiB with one; the folder is not touched."""
+    trace = write_ids(tmp_path / "ids.jsonl")
+    command = ["cache", str(trace), "--num-kv-blocks", "4", "--top", "0"]
+    below = ["--num-host-blocks", "3", "--num-disk-blocks", "20"]
+    assert main.run([*command, *below]) == 0
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    # Of the 6 that may find 32 of their 36 tokens, nobody finds any on the device.
+    assert [row[:4] for row in cells[2:5]] == [
+        ["4", "device", "0", "0"],
+        ["4", "host", "112", "7"],
+        ["4", "disk", "80", "5"],
+    ]
+    folder = tmp_path / "none"
+    model = ["--model", str(tiny_model.folder), "--dtype", "float32", "--kv-host-gb", "2e-5"]
+    on_disk = ["--kv-disk-path", str(folder), "--kv-disk-gb", "1e-3"]
+    assert main.run([*command, *model, *on_disk, "--json"]) == 0
+    (run,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    # 3,072 bytes a block. Computing this model takes less time than any load.
+    assert (run["host_blocks"], run["loaded_blocks"]) == (int(2e-5 * 2**30) // 3072, 0)
+    assert 200 < run["disk_blocks"] < 2**20 // 4096 and run["hit_rate"] == 0
+    assert run["stored_bytes"] == 3072 * run["stored_blocks"] > 0
+    assert run["config_kv_disk_path"] == str(folder) and not folder.exists()
+
+
 def test_text_through_a_models_tokenizer(
     tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +146,37 @@ def test_text_through_a_models_tokenizer(
         (["--kv-gb", "1", "--model", "{model}", "--dtype", "auto"], "--dtype auto says no size"),
         (["--num-kv-blocks", "9", "--cow-min-tokens", "0"], "cow_min_tokens must be a whole "),
         (["--num-kv-blocks", "9", "--prefix-cache", "auto"], "--prefix-cache auto: give on or off"),
+        (["--num-kv-blocks", "9", "--kv-host-gb", "1"], "--kv-host-gb needs --model, which says "),
+        (
+            ["--num-kv-blocks", "9", "--kv-disk-path", "x"],
+            "--kv-disk-path needs --model, which say",
+        ),
+        (
+            ["--num-kv-blocks", "9", "--num-host-blocks", "9", "--kv-disk-path", "x"],
+            "--kv-disk-path needs --model, which says what a block takes; or give --num-disk-block",
+        ),
+        (
+            ["--num-kv-blocks", "9", "--num-host-blocks", "9", "--kv-host-gb", "1"],
+            "a tier has one size: give --kv-host-gb or --num-host-blocks",
+        ),
+        (["--num-kv-blocks", "9", "--num-disk-blocks", "9"], "--num-disk-blocks 9: blocks pass "),
+        (["--num-kv-blocks", "9", "--kv-host-gb", "-1"], "kv_host_gb must be a number of GiB from"),
+        (
+            ["--num-kv-blocks", "9", "--kv-host-gb", "1e-9", "--model", "{model}"],
+            "--kv-host-gb holds 0 blocks of 1536 bytes; give a size of 1 to 100000000 blocks",
+        ),
+        (
+            [
+                *("--num-kv-blocks", "9", "--kv-disk-path", "x", "--kv-disk-gb", "1e-6"),
+                *("--model", "{model}"),
+            ],
+            "kv_disk_gb gives 1073 bytes, and one block takes 4096; raise it",
+        ),
+        (
+            ["--num-kv-blocks", "9", "--num-host-blocks", "9", "--prefix-cache", "off"],
+            "tiers below the device keep cached prefixes and need --prefix-cache on; leave",
+        ),
+        (["--num-kv-blocks", "9", "--device", "tpu"], "--device tpu: give cuda or cpu"),
         (
             [
                 *("--num-kv-blocks", "9", "--prefix-cache", "off"),

@@ -183,7 +183,7 @@ def test_prefixes_below_the_device_change_no_token_in_fp32(
         assert tiers is not None
         tiers._min_host_tokens = tiers._min_disk_tokens = 1
         assert _answers(llm, prompts, 24) == wanted
-    assert tiers.counters.num_disk_hit_tokens > 0
+        assert llm.engine.cache_stats().num_disk_hit_tokens > 0
 
 
 def test_bf16_logits_are_as_near_as_transformers_own(subject: Subject) -> None:

@@ -102,7 +102,7 @@ def test_settings_that_are_refused(tiny_model: TinyModel, tmp_path: Path) -> Non
         ({"kv_disk_path": ""}, "kv_disk_path must name a folder"),
         ({"kv_disk_path": str(tmp_path), "kv_host_gb": 0}, "leave kv_host_gb out for 1 GiB"),
         ({"kv_disk_path": str(tmp_path), "kv_disk_gb": 1e-9}, "kv_disk_gb gives 1 bytes"),
-        ({"kv_disk_path": str(file)}, "kv_disk_path .* cannot be written to"),
+        ({"kv_disk_path": str(file)}, "kv_disk_path .* must name a folder, and it is a file"),
         ({"kv_host_gb": 1, "enable_prefix_caching": False}, "kv_host_gb keeps cached prefixes"),
         ({"kv_disk_path": "x", "kv": "contiguous", "num_kv_blocks": None}, "kv_disk_path keeps"),
     ]

@@ -28,6 +28,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -61,6 +62,54 @@ class _Record:
     crc: int
 
 
+def num_records_in(max_bytes: int, block_tokens_bytes: int, block_bytes: int) -> int:
+    """Blocks that a file of so many bytes holds.
+
+    Raises:
+        ConfigError: not one.
+    """
+    stride = _stride(block_tokens_bytes, block_bytes)
+    num_records = (max_bytes - HEADER_BYTES - ALIGNMENT) // (stride + ENTRY_BYTES)
+    if num_records < 1:
+        raise ConfigError(
+            f"kv_disk_gb gives {max_bytes} bytes, and one block takes {stride}; raise it",
+            param="kv_disk_gb",
+        )
+    return num_records
+
+
+def make_folder(path: str) -> Path:
+    """That kv_disk_path names, if it is not there. Raises ConfigError where that cannot be."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return folder
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    for each in (folder, *folder.parents):
+        # Who may not look is told so by the error.
+        with suppress(OSError):
+            if each.exists() and not each.is_dir():
+                what = "it is a file" if each == folder else f"{each} is a file"
+                return ConfigError(
+                    f"kv_disk_path {folder} must name a folder, and {what}; name another, or move "
+                    "the file away",
+                    param="kv_disk_path",
+                )
+    return ConfigError(
+        f"kv_disk_path {folder} cannot be written to: {error.strerror}; name a folder of your own "
+        "on a disk with room",
+        param="kv_disk_path",
+    )
+
+
+def _stride(block_tokens_bytes: int, block_bytes: int) -> int:
+    return -(-(block_tokens_bytes + block_bytes) // ALIGNMENT) * ALIGNMENT
+
+
 class DiskTier:
     def __init__(
         self,
@@ -80,13 +129,8 @@ class DiskTier:
             ConfigError: the folder cannot be used, is in use, or max_bytes hold no block.
         """
         self._tokens_bytes, self._block_bytes = block_tokens_bytes, block_bytes
-        self._stride = -(-(block_tokens_bytes + block_bytes) // ALIGNMENT) * ALIGNMENT
-        self.num_records = (max_bytes - HEADER_BYTES - ALIGNMENT) // (self._stride + ENTRY_BYTES)
-        if self.num_records < 1:
-            raise ConfigError(
-                f"kv_disk_gb gives {max_bytes} bytes, and one block takes {self._stride}; raise it",
-                param="kv_disk_gb",
-            )
+        self._stride = _stride(block_tokens_bytes, block_bytes)
+        self.num_records = num_records_in(max_bytes, block_tokens_bytes, block_bytes)
         table_end = HEADER_BYTES + self.num_records * ENTRY_BYTES
         self._first = -(-table_end // ALIGNMENT) * ALIGNMENT
         self._records: OrderedDict[Key, _Record] = OrderedDict()
@@ -100,6 +144,8 @@ class DiskTier:
         self._is_noted = False
         self.is_alive = True
         self.num_damaged = 0
+        self.num_evicted = 0
+        """Records that went for others."""
         name = sha256(identity + json.dumps(layout, sort_keys=True).encode()).hexdigest()[:16]
         self.path = Path(folder) / f"pico-vllm-{name}.kv"
         self._fd = self._open()
@@ -109,16 +155,12 @@ class DiskTier:
             self._disable(error)
 
     def _open(self) -> int:
+        make_folder(str(self.path.parent))
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             # Whoever reads the file reads the prompts.
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(
-                f"kv_disk_path {self.path.parent} cannot be written to: {error.strerror}; name a "
-                "folder of your own on a disk with room",
-                param="kv_disk_path",
-            ) from error
+            raise _unusable(self.path.parent, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -219,6 +261,7 @@ class DiskTier:
             self._num_begun += 1
         else:
             index = self._records.popitem(last=False)[1].index
+            self.num_evicted += 1
         self._write_all([_BLANK], self._entry_at(index))
         self._write_all([tokens, memoryview(kv)], self._record_at(index))
         crc = crc32(kv, crc32(tokens))

@@ -10,6 +10,7 @@ when the last pin goes.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pico_vllm.cache.tiers.chain import Key
@@ -29,14 +30,17 @@ class HostBlock:
 
 
 class HostTier:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[HostBlock], None] = lambda block: None
+    ) -> None:
+        """on_evict: told of a block that goes for another."""
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))
         self._blocks: OrderedDict[Key, HostBlock] = OrderedDict()
         """The one whose last use is longest ago first."""
         self._dropped: dict[int, HostBlock] = {}
         """Out of the index, and pinned, by slot."""
-        self.num_evicted = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -57,10 +61,11 @@ class HostTier:
             oldest = next((each for each in self._blocks.values() if not each.num_pins), None)
             if oldest is None:
                 return None
+            self._on_evict(oldest)
             self.drop(oldest)
-            self.num_evicted += 1
-        block = HostBlock(key, parent, tokens, self._free.pop(), num_pins=1)
+        block = HostBlock(key, parent, tokens, self._free[-1], num_pins=1)
         self._blocks[key] = block
+        self._free.pop()
         return block
 
     def use(self, block: HostBlock) -> None:

@@ -20,20 +20,45 @@ way is forgotten (`drop_transfers`), which the runner has let end by then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pico_vllm.cache.tiers.chain import Key
-from pico_vllm.cache.tiers.disk import DiskTier
 from pico_vllm.cache.tiers.disk_thread import DiskThread
 from pico_vllm.cache.tiers.host import HostBlock, HostTier
 from pico_vllm.step import BlockCopy
 
 CLOSING_TIME_S = 5.0
 """For what is still to be written when an engine ends."""
+
+
+class Disk(Protocol):
+    """What is asked of the tier below host memory: cache/tiers/disk.py has the real one."""
+
+    is_alive: bool
+    num_records: int
+    num_evicted: int
+    num_damaged: int
+
+    def __len__(self) -> int: ...
+
+    def contains(self, key: Key) -> bool: ...
+
+    def write(
+        self, key: Key, parent: Key, tokens: bytes, kv: NDArray[np.uint8],
+        is_wanted: Callable[[], bool],
+    ) -> bool: ...  # fmt: skip
+
+    def read(self, key: Key, parent: Key, tokens: bytes, out: NDArray[np.uint8]) -> bool: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -53,14 +78,16 @@ class Load:
     device_ids: list[int]
     plan_number: int = -1
     """That of the plan that has the copies."""
+    is_from_disk: list[bool] = field(default_factory=list)
+    """Once it is done: which were read for it, and by nobody loaded before."""
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Since the engine began."""
+    """Since the tiers began. As a part of TierStats it is not written to."""
 
-    num_host_hit_tokens: int = 0
-    num_disk_hit_tokens: int = 0
+    num_lowered_blocks: int = 0
+    """Evicted from the device, and in host memory then: stored, or there already."""
     num_stored_blocks: int = 0
     """Device to host."""
     num_loaded_blocks: int = 0
@@ -71,9 +98,41 @@ class TierCounters:
     """Disk to host."""
     num_lost_blocks: int = 0
     """Evicted from the device while every host slot was in use."""
+    num_host_evicted_blocks: int = 0
+    """From host memory, for others."""
+    num_host_lost_blocks: int = 0
+    """Those of them that are not on disk."""
     num_unwritten_blocks: int = 0
     """Not written to disk, which was behind."""
+    num_dropped_blocks: int = 0
+    """Whose store was under way when a step failed."""
     num_failed_reads: int = 0
+    """Not there any more, or damaged."""
+    num_disk_evicted_blocks: int = 0
+    num_damaged_blocks: int = 0
+    """Found damaged on disk."""
+
+    def since(self, before: TierCounters) -> TierCounters:
+        names = self.__dataclass_fields__
+        return TierCounters(**{name: getattr(self, name) - getattr(before, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """What the tiers below the device did so far, and what they are now. All zero without."""
+
+    so_far: TierCounters = field(default_factory=TierCounters)
+    block_bytes: int = 0
+    num_host_blocks: int = 0
+    """That host memory has room for; 0 is no such tier."""
+    num_host_cached_blocks: int = 0
+    num_disk_blocks: int = 0
+    """That the disk has room for; 0 is no such tier."""
+    num_disk_cached_blocks: int = 0
+
+    def since(self, before: TierStats) -> TierStats:
+        """What was counted after `before`; what is now stays."""
+        return replace(self, so_far=self.so_far.since(before.so_far))
 
 
 class LowerTiers:
@@ -86,7 +145,7 @@ class LowerTiers:
         identity: bytes = b"",
         min_host_tokens: int | None = 1,
         min_disk_tokens: int | None = 1,
-        disk: DiskTier | None = None,
+        disk: Disk | None = None,
         host_memory: NDArray[np.uint8] | None = None,
         is_threaded: bool = True,
     ) -> None:
@@ -95,7 +154,7 @@ class LowerTiers:
         assert disk is None or host_memory is not None
         self.identity = identity
         self.block_bytes = block_bytes
-        self.host = HostTier(num_host_blocks)
+        self.host = HostTier(num_host_blocks, self._note_evicted)
         self.disk = disk
         self._memory = host_memory
         self._block_size = block_size
@@ -111,6 +170,26 @@ class LowerTiers:
         self._ended_fetches: list[Fetch] = []
         self.counters = TierCounters()
 
+    def stats(self) -> TierStats:
+        disk = self.disk
+        counted = replace(self.counters)
+        if disk is not None:
+            counted.num_disk_evicted_blocks = disk.num_evicted
+            counted.num_damaged_blocks = disk.num_damaged
+        return TierStats(
+            so_far=counted,
+            block_bytes=self.block_bytes,
+            num_host_blocks=self.host.num_blocks,
+            num_host_cached_blocks=len(self.host),
+            num_disk_blocks=0 if disk is None else disk.num_records,
+            num_disk_cached_blocks=0 if disk is None else len(disk),
+        )
+
+    def _note_evicted(self, block: HostBlock) -> None:
+        self.counters.num_host_evicted_blocks += 1
+        if self.disk is None or not self.disk.contains(block.key):
+            self.counters.num_host_lost_blocks += 1
+
     # Down.
 
     def put(self, key: Key, parent: Key, tokens: bytes, device_id: int) -> None:
@@ -119,12 +198,13 @@ class LowerTiers:
         block = self.host.get(key)
         if block is not None:
             self.host.use(block)
-            return
-        block = self.host.take(key, parent, tokens)
-        if block is None:
-            self.counters.num_lost_blocks += 1
         else:
+            block = self.host.take(key, parent, tokens)
+            if block is None:
+                self.counters.num_lost_blocks += 1
+                return
             self._new_stores.append((block, device_id))
+        self.counters.num_lowered_blocks += 1
 
     def stored(self, plan_number: int) -> None:
         """The copies of a plan are done."""
@@ -277,11 +357,8 @@ class LowerTiers:
         self._loads = [load for load in self._loads if load.plan_number not in plan_numbers]
         for load in done:
             self.counters.num_loaded_blocks += len(load.blocks)
+            load.is_from_disk = [block.is_from_disk for block in load.blocks]
             for block in load.blocks:
-                if block.is_from_disk:
-                    self.counters.num_disk_hit_tokens += self._block_size
-                else:
-                    self.counters.num_host_hit_tokens += self._block_size
                 block.is_from_disk = False
             self.unpin(load.blocks)
         return done
@@ -316,6 +393,7 @@ class LowerTiers:
         ended, well or not."""
         stores = [block for blocks in self._stores.values() for block in blocks]
         for block in (*stores, *(block for block, _ in self._new_stores)):
+            self.counters.num_dropped_blocks += 1
             self.host.drop(block)
             self.host.unpin(block)
         for load in (*self._loads, *self._new_loads):

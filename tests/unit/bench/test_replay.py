@@ -2,14 +2,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pico_vllm.bench.prompt_trace import TraceRequest
-from pico_vllm.bench.replay import Replay, replay, shared_prefixes
+from pico_vllm.bench.replay import Replay, TierSizes, _Disk, replay, shared_prefixes
+from pico_vllm.cache.tiers.disk import ALIGNMENT, ENTRY_BYTES, DiskTier, num_records_in
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.request import Request
 from pico_vllm.sampling_params import SamplingParams
@@ -34,12 +37,16 @@ def traced(
     )
 
 
-def run(requests: Sequence[TraceRequest], *, step_s: float = 0.01, **settings: Any) -> Replay:
+def run(
+    requests: Sequence[TraceRequest], *, step_s: float = 0.01, below: TierSizes | None = None,
+    **settings: Any,
+) -> Replay:  # fmt: skip
     defaults: dict[str, Any] = {
         "model": "none", "num_kv_blocks": 100, "block_size": 4, "max_num_seqs": 1,
         "max_num_batched_tokens": 64, "enable_prefix_caching": "on", "cow_min_tokens": 1,
     }  # fmt: skip
-    return replay(requests, EngineConfig(**(defaults | settings)), step_s=step_s)
+    config = EngineConfig(**(defaults | settings))
+    return replay(requests, config, step_s=step_s, below=below)
 
 
 def ids(random: np.random.Generator, low: int, high: int) -> list[int]:
@@ -185,3 +192,88 @@ def test_a_piece_says_how_it_begins() -> None:
     ]
     assert [each.begin[:2] for each in found] == [[5, 5], [1, 2], [6, 6]]
     assert len(found[0].begin) == 32
+
+
+def conversations(num_users: int, num_turns: int) -> list[TraceRequest]:
+    """Each user's turn after those of the others."""
+    random, trace = np.random.default_rng(2), []
+    talks: list[list[int]] = [[user] for user in range(num_users)]
+    for turn in range(num_turns):
+        for user, talk in enumerate(talks):
+            talk += ids(random, 4, 12)
+            output = ids(random, 2, 9)
+            number = turn * num_users + user
+            trace.append(traced(talk, output=output, arrival_s=float(number)))
+            talk += output
+    return trace
+
+
+def test_tiers_below_save_what_a_larger_pool_would() -> None:
+    """With room for all below, in host memory or on disk, as much is found as in a pool for all,
+    in whole blocks; each figure by tier adds up, and moves what it says."""
+    trace = conversations(6, 5)
+    plain = {"num_kv_blocks": 32, "cow_min_tokens": 4}
+    alone = run(trace, **plain).figures()
+    pool = run(trace, **plain | {"num_kv_blocks": 1000}).figures()
+    host = run(trace, **plain, below=TierSizes(num_host_blocks=1000, block_bytes=10)).figures()
+    sizes = TierSizes(num_host_blocks=32, num_disk_blocks=1000)
+    disk = run(trace, **plain, below=sizes).figures()
+    wanted = pool["device_hit_blocks"]
+    assert 0 < alone["device_hit_blocks"] < wanted / 4 and pool["saved_tokens"] == 4 * wanted
+    for found in (alone, pool, host, disk):
+        tiers = ("device", "host", "disk")
+        hits = [found[f"{tier}_hit_tokens"] or 0 for tier in tiers]
+        assert sum(hits) == found["saved_tokens"]
+        assert found["saved_tokens"] + found["computed_tokens"] == found["prompt_tokens"]
+        rates = [found[f"{tier}_hit_rate"] or 0.0 for tier in tiers]
+        assert sum(rates) == pytest.approx(found["hit_rate"])
+        evicted = found["device_down_blocks"] + found["device_away_blocks"]
+        assert evicted == found["evicted_blocks"]
+    assert alone["host_hit_rate"] is None and host["disk_hit_rate"] is None
+    for found in (host, disk):
+        assert sum(found[f"{tier}_hit_blocks"] or 0 for tier in tiers) == wanted
+        below = found["host_hit_blocks"] + (found["disk_hit_blocks"] or 0)
+        assert found["loaded_blocks"] == below
+    assert host["loaded_bytes"] == 10 * host["host_hit_blocks"] > 0
+    assert (host["host_away_blocks"], host["stored_blocks"]) == (0, host["host_cached_blocks"])
+    assert disk["disk_hit_blocks"] > disk["host_hit_blocks"] and disk["disk_away_blocks"] == 0
+    assert disk["loaded_bytes"] is None and disk["read_blocks"] >= disk["disk_hit_blocks"]
+    small = run(trace, **plain, below=TierSizes(num_host_blocks=16, num_disk_blocks=40)).figures()
+    for found in (host, disk, small):
+        evicted = found["host_down_blocks"] + found["host_away_blocks"]
+        came = found["stored_blocks"] + (found["read_blocks"] or 0)
+        assert came == found["host_cached_blocks"] + evicted
+    assert small["disk_away_blocks"] > 0 and small["disk_cached_blocks"] == 40
+    assert alone["saved_tokens"] < small["saved_tokens"] < disk["saved_tokens"]
+    never = TierSizes(num_host_blocks=1000, min_host_tokens=None)
+    assert run(trace, **plain, below=never).figures()["loaded_blocks"] == 0
+
+
+def test_the_disk_without_a_file_keeps_what_the_real_one_does(tmp_path: Path) -> None:
+    """The same answers to the same calls."""
+    max_bytes = 2 * ALIGNMENT + 5 * (ALIGNMENT + ENTRY_BYTES)
+    real = DiskTier(
+        str(tmp_path), max_bytes=max_bytes, layout={}, identity=bytes(32), block_tokens_bytes=4,
+        block_bytes=8,
+    )  # fmt: skip
+    books = _Disk(num_records_in(max_bytes, 4, 8))
+    assert books.num_records == real.num_records == 5
+    random = np.random.default_rng(1)
+    for number in range(600):
+        key, tokens = bytes([int(random.integers(9))] * 32), b"abcd"
+        kv = np.zeros(8, np.uint8)
+        match int(random.integers(3)):
+            case 0:
+                is_wanted = partial(bool, int(random.integers(4)))
+                is_new = real.write(key, key, tokens, kv, is_wanted)
+                assert is_new is books.write(key, key, tokens, kv, is_wanted)
+            case 1:
+                assert real.read(key, key, tokens, kv) is books.read(key, key, tokens, kv)
+            case _:
+                assert real.contains(key) is books.contains(key)
+        if number == 300:
+            real.clear()
+            books.clear()
+        assert len(real) == len(books) and real.num_evicted == books.num_evicted
+    assert books.num_evicted > 30
+    real.close()

@@ -22,17 +22,16 @@ Holder = tuple[int, ...]
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Holders allocate, share, swap and free. The model: a plain list of what each holds, and for
-    each block the tokens written to it, found again by physical address."""
+    """Holders allocate, share and free. The model: a plain list of what each holds, and for each
+    block the tokens written to it."""
 
-    @initialize(num_device=st.integers(1, 9), num_host=st.integers(0, 5))
-    def start(self, num_device: int, num_host: int) -> None:
-        self.manager = BlockManager(num_device, num_host)
-        self.num_device, self.num_host = num_device, num_host
+    @initialize(num_blocks=st.integers(1, 9))
+    def start(self, num_blocks: int) -> None:
+        self.manager = BlockManager(num_blocks)
+        self.num_blocks = num_blocks
         self.holders: list[list[int]] = []
-        self.on_device: dict[int, bool] = {}
         self.content: dict[int, int] = {}
-        self.memory: dict[tuple[bool, int], int] = {}
+        self.memory: dict[int, int] = {}
         self.num_written = 0
 
     # What the model knows.
@@ -40,27 +39,19 @@ class BlockMachine(RuleBasedStateMachine):
     def live(self) -> Counter[int]:
         return Counter(block for holder in self.holders for block in holder)
 
-    def num_free(self, *, device: bool) -> int:
-        size = self.num_device if device else self.num_host
-        return size - sum(self.on_device[block] is device for block in self.live())
+    def num_free(self) -> int:
+        return self.num_blocks - len(self.live())
 
     def state(self) -> Any:
         """All that a failing call must leave alone."""
         manager = self.manager
-        return (
-            {i: (manager.ref_count(i), self.address(i)) for i in self.live()},
-            manager._free_device.ids(),
-            manager._free_host.ids(),
-        )
-
-    def address(self, block: int) -> tuple[bool, int]:
-        return (self.on_device[block], int(self.manager._physical_ids[block]))
+        return {i: manager.ref_count(i) for i in self.live()}, manager._free.ids()
 
     # Rules.
 
     @rule(count=st.integers(0, 5))
     def allocate(self, count: int) -> None:
-        before, free = self.state(), self.num_free(device=True)
+        before, free = self.state(), self.num_free()
         blocks = self.manager.allocate(count)
         if count > free:
             assert blocks is None and self.state() == before
@@ -69,9 +60,9 @@ class BlockMachine(RuleBasedStateMachine):
         assert not set(blocks) & set(self.live()), "an id in use was given again"
         self.holders.append(list(blocks))
         for block in blocks:
-            self.on_device[block] = True
             self.num_written += 1
-            self.content[block] = self.memory[self.address(block)] = self.num_written
+            (place,) = self.manager.device_ids([block])
+            self.content[block] = self.memory[place] = self.num_written
         assert NULL_BLOCK not in self.manager.device_ids(blocks)
 
     @rule(data=st.data())
@@ -97,27 +88,6 @@ class BlockMachine(RuleBasedStateMachine):
             del blocks[len(blocks) - count :]
             self.manager.free(tail)
 
-    @rule(data=st.data(), to_device=st.booleans())
-    def swap(self, data: st.DataObject, to_device: bool) -> None:
-        movable = sorted(b for b in self.live() if self.on_device[b] is not to_device)
-        if not movable:
-            return
-        blocks = data.draw(st.lists(st.sampled_from(movable), unique=True))
-        before = self.state()
-        room = self.num_free(device=to_device)
-        copies = self.manager.swap_in(blocks) if to_device else self.manager.swap_out(blocks)
-        if len(blocks) > room:
-            assert copies is None and self.state() == before
-            return
-        assert copies is not None and len(copies) == len(blocks)
-        moved = {
-            (to_device, copy.target): self.memory[(not to_device, copy.source)] for copy in copies
-        }
-        assert len(moved) == len(copies)
-        self.memory |= moved
-        for block in blocks:
-            self.on_device[block] = to_device
-
     # Invariants.
 
     @invariant()
@@ -128,11 +98,7 @@ class BlockMachine(RuleBasedStateMachine):
         manager.check_invariants()
         assert {block: manager.ref_count(block) for block in live} == dict(live)
         assert set(np.flatnonzero(manager._ref_counts).tolist()) == set(live)
-        assert {block: manager.is_on_device(block) for block in live} == {
-            block: self.on_device[block] for block in live
-        }
-        assert manager.num_free_device_blocks == self.num_free(device=True)
-        assert manager.num_free_host_blocks == self.num_free(device=False)
+        assert manager.num_free_device_blocks == self.num_free()
         for gone in set(self.content) - set(live):
             assert manager.ref_count(gone) == 0
 
@@ -140,7 +106,8 @@ class BlockMachine(RuleBasedStateMachine):
     def every_block_holds_what_was_written(self) -> None:
         if hasattr(self, "manager"):
             for block in self.live():
-                assert self.memory[self.address(block)] == self.content[block]
+                (place,) = self.manager.device_ids([block])
+                assert self.memory[place] == self.content[block]
 
 
 TestBlockMachine = BlockMachine.TestCase
@@ -164,35 +131,29 @@ def test_lowest_free_block_first() -> None:
 
 
 def test_a_shared_block_stays_until_its_last_holder_leaves() -> None:
-    """A block held twice survives the first free and goes with the second, wherever it lies."""
-    manager = BlockManager(2, 1)
+    """A block held twice survives the first free and goes with the second."""
+    manager = BlockManager(2)
     (block,) = manager.allocate(1) or []
     manager.share([block])
     assert manager.ref_count(block) == 2
     manager.free([block])
     assert (manager.ref_count(block), manager.num_free_device_blocks) == (1, 1)
-    assert manager.swap_out([block]) == [BlockCopy(1, 0)]
-    assert (manager.num_free_device_blocks, manager.num_free_host_blocks) == (2, 0)
     manager.free([block])
-    assert (manager.ref_count(block), manager.num_free_host_blocks) == (0, 1)
+    assert (manager.ref_count(block), manager.num_free_device_blocks) == (0, 2)
     manager.check_invariants()
 
 
 def test_misuse_is_caught() -> None:
-    """Freeing twice, sharing or asking for a block that is gone, and computing on a host block are
-    errors of ours and never pass in silence."""
-    manager = BlockManager(2, 2)
+    """Freeing twice, and sharing or asking for a block that is gone, are errors of ours and never
+    pass in silence."""
+    manager = BlockManager(2)
     (block,) = manager.allocate(1) or []
     manager.free([block])
-    for misuse in (manager.free, manager.share, manager.device_ids, manager.swap_out):
+    for misuse in (manager.free, manager.share, manager.device_ids):
         with pytest.raises(KeyError):
             misuse([block])
     (block,) = manager.allocate(1) or []
-    assert manager.swap_out([block]) is not None
-    for misuse in (manager.device_ids, manager.swap_out):
-        with pytest.raises(AssertionError):
-            misuse([block])
-    for misuse in (manager.swap_in, manager.free, manager.share):
+    for misuse in (manager.free, manager.share, manager.device_ids):
         with pytest.raises(AssertionError, match="named twice"):
             misuse([block, block])
     manager.check_invariants()
@@ -258,22 +219,3 @@ def test_copies_move_bytes(ids: list[int]) -> None:
     for copy in back:
         expected_device[copy.target] = expected[copy.source]
     assert torch.equal(kv.device_pool, expected_device) and torch.equal(kv.host_pool, expected)
-
-
-def test_swapped_blocks_keep_their_values() -> None:
-    """Out and in again, with other blocks taking the freed places between, the values are the
-    same."""
-    kv, manager = pools(4, 4), BlockManager(4, 4)
-    blocks = manager.allocate(3) or []
-    values = kv.device_pool[manager.device_ids(blocks)].clone()
-    copies = manager.swap_out(blocks)
-    assert copies is not None
-    kv.copy_out(copies)
-    others = manager.allocate(1) or []
-    kv.device_pool[manager.device_ids(others)] = 7.0
-    kv.device_pool[1:][kv.device_pool[1:] != 7.0] = 9.0
-    copies = manager.swap_in(blocks)
-    assert copies is not None
-    kv.copy_in(copies)
-    assert torch.equal(kv.device_pool[manager.device_ids(blocks)], values)
-    assert bool((kv.device_pool[manager.device_ids(others)] == 7.0).all())

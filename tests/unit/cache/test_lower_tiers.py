@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pico_vllm.cache.tiers.chain import chain_keys, root_key
 from pico_vllm.cache.tiers.disk import ALIGNMENT, ENTRY_BYTES, HEADER_BYTES, DiskTier
 from pico_vllm.cache.tiers.disk_thread import DiskThread
 from pico_vllm.cache.tiers.host import HostTier
-from pico_vllm.cache.tiers.lower import LowerTiers
+from pico_vllm.cache.tiers.lower import LowerTiers, TierCounters
 from pico_vllm.errors import ConfigError
 from pico_vllm.step import BlockCopy
 
@@ -79,7 +80,8 @@ def test_chain_keys() -> None:
 def test_host_slots() -> None:
     """The block whose last use is longest ago goes, no pinned one does, and the slot of one that
     was dropped is free when the last pin goes."""
-    host = HostTier(2)
+    gone: list[bytes] = []
+    host = HostTier(2, lambda block: gone.append(block.key))
     blocks = [host.take(bytes([i]), b"", b"t") for i in range(2)]
     assert host.take(b"x", b"", b"t") is None, "both are pinned by who fills them"
     assert host.find(b"\0", b"t") is None
@@ -91,7 +93,7 @@ def test_host_slots() -> None:
     assert first is not None and second is not None and host.find(b"\0", b"u") is None
     host.use(first)
     third = host.take(b"x", b"", b"t")
-    assert third is not None and third.slot == second.slot and host.num_evicted == 1
+    assert third is not None and third.slot == second.slot and gone == [b"\1"]
     assert host.get(second.key) is None
     host.pin(first)
     host.clear()
@@ -260,8 +262,12 @@ def test_disk_settings_that_are_refused(tmp_path: Path) -> None:
         disk_of(tmp_path, max_bytes=8000)
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ConfigError, match=r"cannot be written to: .*; name a folder"):
+    with pytest.raises(ConfigError, match=rf"kv_disk_path {file} must .* it is a file; name anot"):
         disk_of(file)
+    with pytest.raises(ConfigError, match=rf"{file}/a/b must .*, and {file} is a file; name an"):
+        disk_of(file / "a" / "b")
+    with pytest.raises(ConfigError, match=r"kv_disk_path /proc/kv cannot be written to: .*; name"):
+        disk_of(Path("/proc/kv"))
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -326,10 +332,33 @@ def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
     load = tiers.begin_load(found, [5])
     assert tiers.take_transfers(6) == ((), (BlockCopy(found[0].slot, 5),))
     assert tiers.take_loaded((5,)) == [] and tiers.take_loaded((6,)) == [load]
-    assert (tiers.counters.num_disk_hit_tokens, tiers.counters.num_host_hit_tokens) == (4, 0)
+    assert load.is_from_disk == [True] and tiers.stats().so_far.num_dropped_blocks == 1
+    again = tiers.begin_load(tiers.pin(keys[:1]), [5])
+    tiers.take_transfers(7)
+    assert tiers.take_loaded((7,)) == [again] and again.is_from_disk == [False]
     tiers.clear()
     tiers.check_invariants()
     assert tiers.is_empty and tiers.num_found(keys, tokens) == (0, 0)
+    tiers.close()
+
+
+def test_where_evicted_blocks_go(tmp_path: Path) -> None:
+    """From the device down or nowhere, from host memory down where the disk has them, from the disk
+    away."""
+    tiers = tiers_of(2, tmp_path, block_bytes=BLOCK_BYTES)
+    for number in range(12):
+        for each in {number, max(0, number - 1)}:  # the one before is there already
+            tiers.put(*block(each)[:3], device_id=1)
+        tiers.take_transfers(number)
+        tiers.stored(number)
+        if number != 5:
+            tiers.poll()  # writes it
+    moved = tiers.stats().so_far
+    tiers.check_invariants()
+    assert (moved.num_lowered_blocks, moved.num_stored_blocks, moved.num_lost_blocks) == (23, 12, 0)
+    assert (moved.num_written_blocks, moved.num_unwritten_blocks) == (11, 1)
+    assert (moved.num_host_evicted_blocks, moved.num_host_lost_blocks) == (10, 1)
+    assert moved.num_disk_evicted_blocks == 11 - 8 and tiers.stats().block_bytes == BLOCK_BYTES
     tiers.close()
 
 
@@ -361,6 +390,10 @@ def test_a_damaged_record_ends_the_hit(tmp_path: Path) -> None:
     assert tiers.begin_fetch(ROOT, keys, tokens) is not None and len(tiers.poll()) == 1
     assert tiers.num_found(keys, tokens) == (1, 1)
     assert (tiers.counters.num_read_blocks, tiers.counters.num_failed_reads) == (2, 1)
+    found = tiers.stats()
+    assert (found.so_far.num_damaged_blocks, found.num_disk_cached_blocks) == (1, 2)
+    assert (found.num_host_cached_blocks, found.num_host_blocks, found.num_disk_blocks) == (2, 4, 8)
+    assert found.since(found) == replace(found, so_far=TierCounters())
     tiers.check_invariants()
     tiers.close()
 

@@ -100,12 +100,17 @@ def test_what_is_counted_since() -> None:
     clients.ask(list(range(20)), 2)
     clients.run()
     before = clients.engine.cache_stats()
-    assert before.since(before) == CacheStats(num_blocks=200, num_cached_blocks=3, num_nodes=2)
+    assert before.since(before) == CacheStats(
+        num_blocks=200, num_cached_blocks=3, num_nodes=2, block_size=8
+    )
     clients.ask(list(range(20)), 2)
     clients.run()
     since = clients.engine.cache_stats().since(before)
     assert (since.num_queries, since.num_hits, since.num_query_tokens) == (1, 1, 20)
     assert (since.num_hit_tokens, since.num_copies, since.hit_rate) == (19, 1, 19 / 20)
+    # Two whole blocks, and three tokens of a third.
+    assert (since.num_hit_blocks, since.num_device_hit_blocks) == (2, 2)
+    assert (since.device_hit_rate, since.host_hit_rate, since.disk_hit_rate) == (19 / 20, 0, 0)
     without = Clients(simulated_engine(overlap=False, **LARGE))
     without.ask(list(range(20)), 2)
     without.run()
@@ -116,4 +121,4 @@ def test_warming_up_is_not_counted() -> None:
     """What a server shows begins with its first request."""
     engine = simulated_engine(overlap=False, cache={}, **LARGE)
     engine.warm_up(4)
-    assert engine.cache_stats() == CacheStats(num_blocks=200)
+    assert engine.cache_stats() == CacheStats(num_blocks=200, block_size=8)

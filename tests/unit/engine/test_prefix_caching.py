@@ -341,7 +341,8 @@ def test_a_restarted_engine(overlap: bool) -> None:
         engine.restart(config)
         assert engine.config == config and engine.max_model_len == config.max_model_len
         num_blocks = 0 if config.enable_prefix_caching == "off" else config.num_kv_blocks
-        assert engine.cache_stats() == CacheStats(num_blocks=num_blocks)
+        block_size = 16 if num_blocks else 0
+        assert engine.cache_stats() == CacheStats(num_blocks=num_blocks, block_size=block_size)
         assert engine._scheduler._blocks.num_device_blocks == config.num_kv_blocks
     assert ask(clients, ids(40)).num_cached_tokens == 0
     assert ask(clients, ids(40)).num_cached_tokens == 39

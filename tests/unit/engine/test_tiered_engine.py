@@ -59,8 +59,9 @@ def test_evicted_blocks_come_up_again(overlap: bool, delay: int) -> None:
     crowd_out(clients)
     second = ask(clients, ids(60))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
-    counters = tiers_of(clients).counters
-    assert (counters.num_host_hit_tokens, counters.num_loaded_blocks) == (48, 3)
+    counters, stats = tiers_of(clients).counters, clients.engine.cache_stats()
+    assert (stats.num_host_hit_tokens, counters.num_loaded_blocks) == (48, 3)
+    assert (stats.num_host_hit_blocks, stats.num_device_hit_tokens, stats.num_hits) == (3, 0, 1)
     assert clients.answers[first.request_id][0] is not None
     clients.check()
 
@@ -88,6 +89,8 @@ def test_others_run_while_a_prefix_comes_up(overlap: bool) -> None:
     assert before.request_id not in clients.ended
     clients.run()
     assert tiers_of(clients).counters.num_loaded_blocks == 3
+    stats = clients.engine.cache_stats()
+    assert (stats.num_host_hit_tokens, stats.num_device_hit_tokens) == (48, 48), "loaded once"
     clients.check()
 
 
@@ -100,7 +103,9 @@ def test_disk_and_a_restart(tmp_path: Path, overlap: bool) -> None:
     ask(clients, ids(60))
     crowd_out(clients)
     assert ask(clients, ids(60)).num_cached_tokens == 48
-    assert tiers_of(clients).counters.num_disk_hit_tokens > 0
+    stats = clients.engine.cache_stats()
+    assert stats.num_disk_hit_tokens > 0 and stats.num_device_hit_tokens == 0
+    assert stats.num_disk_hit_tokens + stats.num_host_hit_tokens == 48 == stats.num_hit_tokens
     crowd_out(clients)
     clients.check()
     clients.engine.close()
@@ -108,7 +113,8 @@ def test_disk_and_a_restart(tmp_path: Path, overlap: bool) -> None:
     again = clients_of(4, overlap=overlap, tiers=disk)
     assert ask(again, ids(60)).num_cached_tokens == 48
     assert ask(again, ids(60), cache_salt="a").num_cached_tokens == 0
-    assert tiers_of(again).counters.num_disk_hit_tokens == 48
+    assert again.engine.cache_stats().num_disk_hit_tokens == 48
+    assert again.engine.cache_stats().disk_hit_rate == 48 / 120
     again.check()
 
 
@@ -165,6 +171,42 @@ def test_a_load_that_nobody_waits_for(end: str, overlap: bool) -> None:
     if end == "reset":
         assert request.num_cached_tokens == 0
     ask(clients, ids(60))
+    clients.check()
+
+
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_eviction_that_raises(overlap: bool, fraction: float) -> None:
+    """Amid a plan, or as a request ends, it costs those in the step; no row, no block and nobody
+    who waits is lost, and others go on."""
+    cache = {"cow_min_tokens": 1, "max_cached_fraction": fraction}
+    clients = clients_of(overlap=overlap, cache=cache)
+    tiers, put = tiers_of(clients), tiers_of(clients).put
+    is_armed, num_failures = False, 0
+
+    def failing(*args: Any) -> None:
+        nonlocal is_armed, num_failures
+        if is_armed:
+            is_armed = False
+            num_failures += 1
+            raise OSError
+        put(*args)
+
+    tiers.put = failing  # type: ignore[method-assign]
+    random = np.random.default_rng(4)
+    for number in range(40):
+        clients.ask(ids(int(random.integers(20, 90)), number % 5), int(random.integers(1, 20)))
+        for _ in range(int(random.integers(0, 10))):
+            is_armed = not random.integers(0, 7)
+            clients.step()
+    is_armed = False
+    clients.run()
+    assert num_failures > 1 and len(clients.ended) == 40
+    reasons = list(clients.ended.values())
+    assert 8 < reasons.count(FinishReason.LENGTH) < 40 and FinishReason.ERROR in reasons
+    tiers.put = put  # type: ignore[method-assign]
+    request = ask(clients, ids(60, 77))
+    assert clients.ended[request.request_id] is FinishReason.LENGTH
     clients.check()
 
 
@@ -287,8 +329,15 @@ def test_conversations_under_pressure(tmp_path: Path, overlap: bool, seed: int) 
             talk += request.output_token_ids
             del talk[100:]
     clients.check()
-    counters = tiers_of(clients).counters
+    counters, stats = tiers_of(clients).counters, clients.engine.cache_stats()
     assert counters.num_stored_blocks > 0
+    requests = clients.requests.values()
+    assert stats.num_hit_tokens <= sum(each.num_cached_tokens or 0 for each in requests)
+    of_tiers = (stats.num_device_hit_blocks, stats.num_host_hit_blocks, stats.num_disk_hit_blocks)
+    assert min(of_tiers) >= 0 and min(stats.num_device_hit_tokens, stats.num_host_hit_tokens) >= 0
+    assert 0 < of_tiers[1] + of_tiers[2] <= counters.num_loaded_blocks
+    assert of_tiers[2] <= counters.num_read_blocks
+    assert counters.num_lowered_blocks <= stats.num_evicted_blocks
     tiers_of(clients).close()
 
 

@@ -1,0 +1,84 @@
+"""Tables and records on their way out."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pico_vllm.cli import main
+from pico_vllm.cli.lines import Lines, print_table
+
+COLUMNS = [f"a_column_with_a_name_{number}" for number in range(40)]
+RECORDING = (
+    ["bench", "engine"],
+    ["bench", "kernels"],
+    ["bench", "ladder"],
+    ["bench", "load"],
+    ["bench", "interference"],
+    ["bench", "prefix"],
+    ["cache", "trace.jsonl"],
+)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_pipe_gets_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many columns and however long a cell, one line a row and nothing left out; a terminal
+    is as wide as it is."""
+    line = {name: f"{name}={'x' * 60}" for name in COLUMNS}
+    screen, pipe = Screen(), io.StringIO()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (screen, pipe):
+        monkeypatch.setattr(sys, "stdout", stream)
+        print_table(COLUMNS, [line, line])
+    rows = [row for row in pipe.getvalue().splitlines() if "=" in row]
+    assert len(rows) == 2 and all(value in row for row in rows for value in line.values())
+    assert all(name in pipe.getvalue().splitlines()[1] for name in COLUMNS)
+    assert max(map(len, screen.getvalue().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", RECORDING, ids=" ".join)
+def test_a_record_that_cannot_be_written(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is refused before anything is looked for, loaded or measured, with its name and the way
+    out."""
+    (tmp_path / "file").touch()
+    for path, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "file" / "r.jsonl", "Not a directory"),
+        (Path("/proc/r.jsonl"), "No such file or directory"),
+        (tmp_path / ("r" * 300), "File name too long"),
+    ):
+        model = ["--model", "nonsense"]
+        assert main.run([*command, *model, "--record", str(path)]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err == (
+            f"error: --record {path} cannot be written to: {reason}; name a file in a folder of "
+            "your own\n"
+        )
+    assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+def test_a_record_is_not_there_before_its_first_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that can be written is left as it is, and so is a pipe, by a command that then fails."""
+    new, old, pipe = tmp_path / "new" / "r.jsonl", tmp_path / "old.jsonl", tmp_path / "pipe"
+    old.write_text("{}\n")
+    os.mkfifo(pipe)
+    for path in (new, old, pipe):
+        assert main.run(["cache", "none.jsonl", "--num-kv-blocks", "9", "--record", str(path)]) == 1
+        assert "error: trace none.jsonl cannot be read" in capsys.readouterr().err
+    assert not new.exists() and old.read_text() == "{}\n"
+    lines = Lines(["a"], is_json=False, record=new)
+    lines.add({"a": 1})
+    assert new.read_text() == '{"a": 1}\n'
