@@ -168,8 +168,10 @@ class TritonStep:
         return rope_paged_decode(*arguments, **options, is_long=self._is_long)
 
     def _is_on_hopper(self, num_requests: int) -> bool:
-        num_pairs = num_requests * self._kv.device_pool.shape[1]
-        return self._kv.takes_many and hopper_decode.is_faster(num_pairs, is_long=self._is_long)
+        num_kv_heads = self._kv.device_pool.shape[1]
+        return self._kv.takes_many and hopper_decode.is_faster(
+            num_requests, num_kv_heads, is_long=self._is_long
+        )
 
     def _extend(
         self,

@@ -409,11 +409,13 @@ def decode_config(
     return HopperDecodeConfig(splits, num_blocks, max(2, min(stages, MAX_STAGES)), min_rounds=4)
 
 
-def is_faster(num_pairs: int, *, is_long: bool) -> bool:
-    """Than paged_decode, for so many pairs of a request and a KV head. Behind a product on an H200
-    256 contexts of 256 / 622 tokens on average took 23.4 / 50.7 us a layer, so 21.5 / 46.2; 146 of
-    1,087 59.6, 43.5; 32 of 600 12.8, 10.4; 16 of 8,192 42.0, 38.5."""
-    return num_pairs >= (32 if is_long else 256)
+def is_faster(num_requests: int, num_kv_heads: int, *, is_long: bool) -> bool:
+    """Than paged_decode. Behind a product of cuBLAS on an H200 256 contexts of 256 / 622 tokens on
+    average took 23.4 / 50.7 us a layer, so 21.5 / 46.2; 146 of 1,087 59.6, 43.5; 32 of 600 12.8,
+    10.4; 16 of 8,192 42.0, 38.5. From 25 requests on products may let it start early
+    (hopper_split_k): a step of Qwen2.5-1.5B at 32 / 64 requests 1.60 / 1.66 ms, so 1.48 / 1.51."""
+    num_pairs = num_requests * num_kv_heads
+    return num_pairs >= (32 if is_long else 256) or num_requests > 24
 
 
 def can_take(

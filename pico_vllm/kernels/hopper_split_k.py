@@ -144,14 +144,14 @@ class SplitKConfig:
 
 def split_k_config(M: int, N: int, max_splits: int) -> SplitKConfig:
     """At most one program a multiprocessor."""
-    num_tiles = triton.cdiv(M, 64) * triton.cdiv(N, 128)
-    return SplitKConfig(64, 128, max(1, min(max_splits, NUM_MULTIPROCESSORS // num_tiles)))
+    block_n = 64 if M <= 64 else 128
+    num_tiles = triton.cdiv(M, 64) * triton.cdiv(N, block_n)
+    return SplitKConfig(64, block_n, max(1, min(max_splits, NUM_MULTIPROCESSORS // num_tiles)))
 
 
 def is_faster(M: int, N: int, K: int) -> bool:
     """Than a whole product of cuBLAS, for what is added up behind it anyway."""
-    num_tiles = triton.cdiv(M, 64) * triton.cdiv(N, 128)
-    return M <= MAX_ROWS and K <= MAX_K and 2 * num_tiles <= NUM_MULTIPROCESSORS
+    return M <= MAX_ROWS and K <= MAX_K and split_k_config(M, N, 2).num_splits == 2
 
 
 def can_take(device: torch.device, dtype: torch.dtype, N: int, K: int) -> bool:

@@ -126,7 +126,7 @@ def test_the_emulation_finds_what_is_left_out(left_out: str) -> None:
 def test_how_products_are_cut() -> None:
     """Into at most one program a multiprocessor and never more splits than asked for."""
     for M in (1, 65, 128, 192, MAX_ROWS):
-        for N in (8, 1536, 2048, 6144):
+        for N in (8, 1024, 1536, 2048, 6144):
             for most in (1, 2, 3):
                 config = split_k_config(M, N, most)
                 num_tiles = -(-M // config.block_m) * -(-N // config.block_n)
@@ -134,6 +134,7 @@ def test_how_products_are_cut() -> None:
                 assert config.num_splits == 1 or config.num_splits * num_tiles <= 132
     assert split_k_config(256, 1536, 3).num_splits == 2
     assert split_k_config(128, 1536, 3).num_splits == 3
+    assert split_k_config(64, 2048, 2) == Config(64, 64, 2)
     assert is_faster(256, 2048, 1536) and not is_faster(257, 2048, 1536)
     assert not is_faster(256, 6144, 1536), "nothing is left to cut"
     assert not is_faster(256, 1536, 8960), "too long"
