@@ -106,7 +106,7 @@ def invariant_linear(
     if is_fp32 or M <= FEW_ROWS:
         block_m, block_n, block_k, num_warps, num_stages = 64, 32, 32 if is_fp32 else 128, 4, 4
         if is_fp32 and K % 16:
-            num_stages = 1  # Triton 3.6 makes code that reads shared memory at odd addresses
+            num_stages = 1  # with more, Triton 3.6's code ends in a misaligned address there
     else:
         block_m, block_n, block_k, num_warps, num_stages = 128, 128, 64, 8, 4
     grid = (triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)
