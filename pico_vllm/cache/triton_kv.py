@@ -103,7 +103,8 @@ class TritonStep:
     def adds_parts(self) -> bool:
         batch = self._batch
         is_decode = batch.num_decodes == batch.num_tokens
-        return is_decode and self._prefix_lens is None and self._is_on_hopper(batch.num_tokens)
+        is_invariant = self._kv.prefill_config is not None  # one kernel attends all
+        return is_decode and not is_invariant and self._is_on_hopper(batch.num_tokens)
 
     def rotate_and_attend(
         self,
@@ -161,7 +162,7 @@ class TritonStep:
         if self._prefix_lens is not None:
             return shared_prefix.shared_prefix_decode(
                 *arguments, self._prefix_lens[:n], **options,
-                is_long=self._is_long, on_hopper=on_hopper,
+                is_long=self._is_long, on_hopper=on_hopper, bias_N=bias_N,
             )  # fmt: skip
         if on_hopper:
             return hopper_decode.hopper_rope_decode(*arguments, **options, bias_N=bias_N)

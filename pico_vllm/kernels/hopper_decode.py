@@ -506,14 +506,7 @@ def hopper_rope_decode(
         )
     if not qkv_RND.is_contiguous():
         raise ValueError(f"qkv has strides {qkv_RND.stride()}; it must be contiguous")
-    bias = qkv_RND if bias_N is None else bias_N
-    if bias_N is not None and (
-        bias.shape != (num_all * head_dim,) or bias.dtype != qkv_RND.dtype or bias.stride(0) != 1
-    ):
-        raise ValueError(
-            f"bias is {tuple(bias.shape)} {bias.dtype} with strides {bias.stride()}; it must be "
-            f"{(num_all * head_dim,)} {qkv_RND.dtype}, contiguous"
-        )
+    check_bias(bias_N, qkv_RND)
     if scale <= 0:
         raise ValueError(f"scale {scale} must be above 0: scores are compared before it is applied")
     config = config or decode_config(num_requests, num_kv_heads, block_size, head_dim)
@@ -536,7 +529,7 @@ def hopper_rope_decode(
         seq_lens_R if prefix is None else prefix.lens_R, out_RHD,
         scratch.partials, scratch.stats, scratch.counters,
         cos_PD, sin_PD, qkv_RND if q_norm_D is None else q_norm_D,
-        qkv_RND if k_norm_D is None else k_norm_D, bias,
+        qkv_RND if k_norm_D is None else k_norm_D, qkv_RND if bias_N is None else bias_N,
         scale * LOG2_E, eps, config.num_splits, prefix_splits, config.min_rounds,
         num_requests * num_all * head_dim,
         k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
@@ -548,6 +541,18 @@ def hopper_rope_decode(
         num_warps=1, **options,
     )  # fmt: skip
     return out_RHD
+
+
+def check_bias(bias_N: Tensor | None, qkv_RND: Tensor) -> None:
+    """Raises ValueError where it is none of this projection."""
+    shape = (qkv_RND.shape[-2] * qkv_RND.shape[-1],)
+    if bias_N is not None and (
+        bias_N.shape != shape or bias_N.dtype != qkv_RND.dtype or bias_N.stride(0) != 1
+    ):
+        raise ValueError(
+            f"bias is {tuple(bias_N.shape)} {bias_N.dtype} with strides {bias_N.stride()}; it must "
+            f"be {shape} {qkv_RND.dtype}, contiguous"
+        )
 
 
 def _blocks_of(

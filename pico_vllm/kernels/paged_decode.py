@@ -79,20 +79,27 @@ def paged_decode_reference(
 
 
 @triton.jit
-def rotated(x_ptr, norm_ptr, cos, sin, d, dot_mask, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Rows at x_ptr (one a head, broadcast over d), normalised if asked, then rotated; fp32."""
-    other = (d + D // 2) % D
-    x = tl.load(x_ptr + d[None, :], mask=dot_mask, other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + other[None, :], mask=dot_mask, other=0.0).to(tl.float32)
+def rotate(x, y, norm_ptr, cos, sin, d, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Rows, one a head, normalised if asked, then rotated. y: the same, its halves swapped."""
     if HAS_NORM:
-        dtype = x_ptr.dtype.element_ty
+        dtype = norm_ptr.dtype.element_ty
         inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         d_mask = d < D
+        other = (d + D // 2) % D
         weight = tl.load(norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :]
         other_weight = tl.load(norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :]
         x = (x * inverse * weight).to(dtype).to(tl.float32)
         y = (y * inverse * other_weight).to(dtype).to(tl.float32)
     return x * cos + y * sin
+
+
+@triton.jit
+def rotated(x_ptr, norm_ptr, cos, sin, d, dot_mask, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Rows at x_ptr (one a head, broadcast over d), normalised if asked, then rotated; fp32."""
+    other = (d + D // 2) % D
+    x = tl.load(x_ptr + d[None, :], mask=dot_mask, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + other[None, :], mask=dot_mask, other=0.0).to(tl.float32)
+    return rotate(x, y, norm_ptr, cos, sin, d, eps, D, HAS_NORM)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from pico_vllm.kernels.paged_decode import (
     AttendedPrefix,
     DecodeScratch,
     prefix_split_tokens,
-    rotated,
+    rotate,
 )
 from pico_vllm.kernels.paged_prefill import attend_keys
 
@@ -101,16 +101,29 @@ def shared_prefix_reference(
     return out_RHD.to(q_RHD.dtype)
 
 
+@triton.jit
+def _sum_of_parts(
+    x_ptrs, bias_ptrs, mask, part_stride, NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, NUM_PARTS):
+        x += tl.load(x_ptrs + i * part_stride, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
 @triton.jit(do_not_specialize=["num_requests", "num_splits", "num_own_splits"])
 def _shared_prefix_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, prefix_lens_ptr,
-    partial_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_ptr,
+    partial_ptr, stats_ptr, cos_ptr, sin_ptr, q_norm_ptr, bias_ptr,
     scale_log2, eps,
-    q_stride, block_stride, head_stride, table_stride,
+    part_stride, q_stride, block_stride, head_stride, table_stride,
     num_requests, num_splits, num_own_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-    HAS_NORM: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+    NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(USE_PDL)
     TILE_REQUESTS: tl.constexpr = BLOCK_M // GROUP
@@ -142,8 +155,17 @@ def _shared_prefix_kernel(
     cos = tl.load(cos_ptr + angles, mask=md_mask, other=0.0)
     sin = tl.load(sin_ptr + angles, mask=md_mask, other=0.0)
     wait_for_inputs(USE_PDL)
-    q_rows = q_ptr + (r * q_stride + (g * GROUP + m % GROUP) * D)[:, None]
-    q = rotated(q_rows, q_norm_ptr, cos, sin, d, md_mask, eps, D, HAS_NORM)
+    other = (d + D // 2) % D
+    head = ((g * GROUP + m % GROUP) * D)[:, None]
+    q_rows = q_ptr + (r * q_stride)[:, None] + head
+    x = _sum_of_parts(
+        q_rows + d[None, :], bias_ptr + head + d[None, :], md_mask, part_stride, NUM_PARTS, HAS_BIAS
+    )
+    y = _sum_of_parts(
+        q_rows + other[None, :], bias_ptr + head + other[None, :], md_mask, part_stride, NUM_PARTS,
+        HAS_BIAS,
+    )  # fmt: skip
+    q = rotate(x, y, q_norm_ptr, cos, sin, d, eps, D, HAS_NORM)
     q = q.to(q_ptr.dtype.element_ty)
 
     table_ptr += row.to(tl.int64) * table_stride
@@ -231,13 +253,15 @@ def attend_prefix(
     num_own_splits: int,
     q_norm_D: Tensor | None = None,
     eps: float = 0.0,
+    bias_N: Tensor | None = None,
     config: PrefixConfig | None = None,
 ) -> AttendedPrefix:
     """RoPE of the queries (after QK-norm where a weight is given) and attention over a prefix that
     requests share, to be gone on with by rope_paged_decode or hopper_rope_decode.
 
     Shapes:
-        qkv_RND, tables, pool, rows and lengths   as rope_paged_decode; nothing of it is written
+        qkv_RND, bias_N, tables, pool, rows and lengths   as hopper_rope_decode, head dims and
+                         dtypes as rope_paged_decode; nothing of it is written
         prefix_lens_R    int32; the same number of tokens for all that share the prefix, 0 for the
                          others. Whole blocks, the same ones in their rows of the block table, and
                          less than seq_len
@@ -252,10 +276,12 @@ def attend_prefix(
     Not checked, as it would stall the stream: that the requests share those blocks.
     Source: Juravsky et al. 2024, Hydragen, arXiv:2402.05099; Ye et al. 2024, Cascade Inference.
     """
-    num_requests, num_all, head_dim = qkv_RND.shape
+    is_in_parts = qkv_RND.dim() == 4
+    num_requests, num_all, head_dim = qkv_RND.shape[-3:]
     num_kv_heads, block_size = k_BGSD.shape[1:3]
     num_heads = num_all - 2 * num_kv_heads
-    paged_decode.check(qkv_RND, num_heads, k_BGSD, v_BGSD)
+    paged_decode.check(qkv_RND[0] if is_in_parts else qkv_RND, num_heads, k_BGSD, v_BGSD)
+    hopper_decode.check_bias(bias_N, qkv_RND)
     if not qkv_RND.is_contiguous():
         raise ValueError(f"qkv has strides {qkv_RND.stride()}; it must be contiguous")
     if head_dim % 2:
@@ -282,13 +308,15 @@ def attend_prefix(
     _shared_prefix_kernel[(num_tiles * num_kv_heads * config.num_splits,)](
         qkv_RND, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, prefix_lens_R,
         scratch.partials, scratch.stats, cos_PD, sin_PD,
-        qkv_RND if q_norm_D is None else q_norm_D,
+        qkv_RND if q_norm_D is None else q_norm_D, qkv_RND if bias_N is None else bias_N,
         scale * LOG2_E, eps,
-        qkv_RND.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
+        num_requests * num_all * head_dim, num_all * head_dim,
+        k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
         num_requests, config.num_splits, num_own_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, D=head_dim,
         D_PAD=max(16, triton.next_power_of_2(head_dim)), S=block_size,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, STEP=PREFIX_STEP,
+        NUM_PARTS=len(qkv_RND) if is_in_parts else 1, HAS_BIAS=bias_N is not None,
         HAS_NORM=q_norm_D is not None,
         PRECISION="ieee" if qkv_RND.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
@@ -312,6 +340,7 @@ def shared_prefix_decode(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
+    bias_N: Tensor | None = None,
     is_long: bool = False,
     on_hopper: bool = False,
     config: PrefixConfig | None = None,
@@ -321,13 +350,13 @@ def shared_prefix_decode(
     Shapes:
         prefix_lens_R   as attend_prefix
         is_long         whether the rests are long (paged_decode.are_long)
-        on_hopper       go on with hopper_rope_decode
+        on_hopper       go on with hopper_rope_decode, which takes qkv in parts, and a bias
         the rest        as rope_paged_decode
 
     Same answer as rope_store_kv and shared_prefix_reference. The bits of a request depend on R and
     on prefix_lens.
     """
-    num_requests, _, head_dim = qkv_RND.shape
+    num_requests, _, head_dim = qkv_RND.shape[-3:]
     num_kv_heads, block_size = k_BGSD.shape[1:3]
     inputs = (
         qkv_RND, cos_PD, sin_PD, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R,
@@ -335,12 +364,15 @@ def shared_prefix_decode(
     common = {"scale": scale, "scratch": scratch, "q_norm_D": q_norm_D, "eps": eps}
     if on_hopper:
         hopper = hopper_decode.decode_config(num_requests, num_kv_heads, block_size, head_dim)
+        common["bias_N"] = bias_N
         prefix = attend_prefix(
             *inputs, prefix_lens_R, num_own_splits=hopper.num_splits, config=config, **common
         )
         return hopper_decode.hopper_rope_decode(
             *inputs, k_norm_D=k_norm_D, config=hopper, prefix=prefix, **common
         )
+    if qkv_RND.dim() != 3 or bias_N is not None:
+        raise ValueError("parts of qkv, or a bias, are added up on_hopper alone")
     row_bytes = triton.next_power_of_2(head_dim) * qkv_RND.dtype.itemsize
     own = paged_decode.decode_config(num_requests, num_kv_heads, row_bytes, is_long=is_long)
     # Behind a prefix splits are added up in place.

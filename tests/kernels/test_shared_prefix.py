@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pairwise import pairwise
+from test_hopper_decode import in_parts
 from test_paged_decode import ALLOWED, DEVICE, Fused, check_fused, fused
 from torch import Tensor
 
@@ -64,11 +65,12 @@ def sharing(
     return made, torch.tensor(lens, dtype=torch.int32, device=device)
 
 
-def check(made: Fused, prefix_lens: Tensor, **options: Any) -> Tensor:
+def check(made: Fused, prefix_lens: Tensor, *, num_parts: int = 1, **options: Any) -> Tensor:
     def decode(*inputs: Tensor, **common: Any) -> Tensor:
         return shared_prefix_decode(*inputs, prefix_lens, **common, **options)
 
-    out = check_fused(made, lambda: made.decoded_by(decode))
+    run = decode if num_parts == 1 else in_parts(decode, made.qkv_RND, num_parts)
+    out = check_fused(made, lambda: made.decoded_by(run))
     assert not made.it.scratch.counters.any()
     return out
 
@@ -127,10 +129,10 @@ def test_reference() -> None:
 
 
 @needs_gluon
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_gluon_goes_on_on_cpu(num_splits: int) -> None:
+@pytest.mark.parametrize(("num_splits", "num_parts"), [(1, 1), (3, 2)])
+def test_gluon_goes_on_on_cpu(num_splits: int, num_parts: int) -> None:
     """The kernel of many requests goes on behind a prefix, with splits and without, given the sums
-    of the other: its source equals the reference."""
+    of the other, and both add up a projection in parts: its source equals the reference."""
     from gluon_on_cpu import on_cpu
 
     made, lens = sharing(
@@ -145,7 +147,8 @@ def test_gluon_goes_on_on_cpu(num_splits: int) -> None:
             *inputs, k_norm_D=k_norm_D, config=own, prefix=prefix, **common
         )
 
-    check_fused(made, lambda: made.decoded_by(decode))
+    run = decode if num_parts == 1 else in_parts(decode, made.qkv_RND, num_parts)
+    check_fused(made, lambda: made.decoded_by(run))
 
 
 def test_configs_fit_their_scratch() -> None:
@@ -191,6 +194,12 @@ def test_arguments_that_are_refused() -> None:
     refused("at most 16 splits", decode, config=Config(16, 16, 32, 4, 1))
     refused("3 heads", decode, config=Config(2, 16, 2, 4, 1))
     refused("2 requests need", decode, num_own_splits=10**9)
+    refused("bias is", decode, bias_N=lens)
+
+    def whole(*inputs: Tensor, **common: Any) -> Tensor:
+        return shared_prefix_decode(*inputs, lens, **common)
+
+    refused("on_hopper alone", in_parts(whole, made.qkv_RND, 2))
     with pytest.raises(ValueError, match="scale 0"):
         attend_prefix(
             made.qkv_RND, made.rope.cos_PD, made.rope.sin_PD, made.it.k_BGSD, made.it.v_BGSD,
@@ -245,14 +254,14 @@ def test_grid(
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.memcheck
-@pytest.mark.parametrize("on_hopper", [False, True])
-def test_small(on_hopper: bool) -> None:
+@pytest.mark.parametrize(("on_hopper", "num_parts"), [(False, 1), (True, 1), (True, 2)])
+def test_small(on_hopper: bool, num_parts: int) -> None:
     """A few requests on tensor cores."""
     made, lens = sharing(
         [1, 0, 16, 100, 33], 9, outsiders=[3], group=6, head_dim=128, dtype=torch.bfloat16,
         has_norm=True,
     )  # fmt: skip
-    check(made, lens, on_hopper=on_hopper)
+    check(made, lens, on_hopper=on_hopper, num_parts=num_parts)
 
 
 @pytest.mark.gpu
