@@ -41,11 +41,13 @@ from pico_vllm.kernels.store_kv import check_pool
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
-MAX_SPLIT_TOKENS = 128
-"""Of a launch whose keys are cut into splits."""
+MAX_SPLIT_TOKENS = 512
+"""Of a launch whose keys are cut into splits. On an H200, as below, 256 tokens behind 2,083 /
+8,192: not cut 53 / 181, in 4 splits 32 / 70."""
 MAX_PROMPT_SPLITS = 32
 MOST_SPLIT_PROGRAMS = 2 * NUM_MULTIPROCESSORS
-"""That the tiles are cut into where they are fewer: all of them run at once."""
+"""That the tiles of tokens are cut into where they are fewer: all of them run at once. Requests
+that decode have tiles beside these, mostly of few keys."""
 FEW_ROUNDS = 8
 """Keys of no more rounds are not cut. On an H200, us a layer of 12 query and 2 KV heads of 128, 48
 tokens behind 144 / 512 / 2,083 / 8,192: not cut 6.9 / 13.2 / 49.8 / 179, in 16 splits 11.9 / 12.4 /
@@ -415,18 +417,14 @@ def choose_config(
 
 
 def split_further(
-    config: PrefillConfig,
-    num_tokens: int,
-    num_requests: int,
-    num_heads: int,
-    num_kv_heads: int,
+    config: PrefillConfig, num_tokens: int, num_heads: int, num_kv_heads: int
 ) -> PrefillConfig:
     """The config with splits, where its tiles leave most of the card idle. It depends on what a
     graph is made for alone."""
-    if num_tokens > MAX_SPLIT_TOKENS or config.block_m > SPLIT_ROWS:
+    if num_tokens > MAX_SPLIT_TOKENS or config.block_m > SPLIT_ROWS or config.uses_new:
         return config
     tile_tokens = config.block_m // (num_heads // num_kv_heads)
-    num_tiles = triton.cdiv(num_tokens, tile_tokens) + num_requests
+    num_tiles = triton.cdiv(num_tokens, tile_tokens)
     num_splits = min(MAX_PROMPT_SPLITS, MOST_SPLIT_PROGRAMS // (num_tiles * num_kv_heads))
     if num_splits < 2:
         return config
@@ -502,7 +500,7 @@ def paged_prefill(
         has_new = new_kv_TGD is not None and has_copy_engine(q_THD.device)
         config = choose_config(num_tokens, num_heads, head_dim, q_THD.dtype, has_new=has_new)
         if scratch is not None and group <= config.block_m:
-            config = split_further(config, num_tokens, num_requests, num_heads, num_kv_heads)
+            config = split_further(config, num_tokens, num_heads, num_kv_heads)
     if group > config.block_m:
         raise ValueError(f"{group} query heads a KV head exceed the tile's {config.block_m} rows")
     if k_BGSD.shape[3] != head_dim or k_BGSD.dtype != q_THD.dtype:

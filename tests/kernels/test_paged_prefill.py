@@ -250,7 +250,7 @@ def test_splits(
 
 def test_splits_by_default() -> None:
     """With a scratch, few tokens are cut as split_further says, others not at all."""
-    config = split_further(choose_config(3, 6, 32, torch.float32), 3, 1, 6, 2)
+    config = split_further(choose_config(3, 6, 32, torch.float32), 3, 6, 2)
     assert FEW_ROUNDS * config.block_n == 256
     for num_keys, num_used in ((300, 9), (256, 1)):
         step = made([3], [num_keys])
@@ -268,25 +268,24 @@ def test_splits_of_any_launch_fit_the_scratch() -> None:
     scratch = PrefillScratch.allocate(1, torch.device("cpu"))
     for num_heads, num_kv_heads in ((12, 2), (16, 8), (32, 8), (14, 2), (9, 3), (1, 1), (64, 1)):
         for num_tokens in range(1, 2 * MAX_SPLIT_TOKENS):
-            for num_requests in (1, 2, 8, 64):
-                for dtype in (torch.bfloat16, torch.float32):
-                    if dtype == torch.float32 and num_heads == 64:
-                        continue  # does not fit its tile
-                    cut = split_further(
-                        choose_config(num_tokens, num_heads, 128, dtype),
-                        num_tokens, num_requests, num_heads, num_kv_heads,
-                    )  # fmt: skip
+            for dtype in (torch.bfloat16, torch.float32):
+                if dtype == torch.float32 and num_heads == 64:
+                    continue  # does not fit its tile
+                for has_new in (False, True):
+                    config = choose_config(num_tokens, num_heads, 128, dtype, has_new=has_new)
+                    cut = split_further(config, num_tokens, num_heads, num_kv_heads)
                     if cut.num_splits == 1:
                         continue
                     assert cut.num_splits <= MAX_PROMPT_SPLITS and num_tokens <= MAX_SPLIT_TOKENS
+                    assert not cut.uses_new, "whose keys of one piece are not cut"
                     sums = cut.num_splits * num_tokens * num_heads
                     assert sums <= scratch.partials.numel() and 2 * sums <= scratch.stats.numel()
                     assert num_tokens <= scratch.num_used.numel()
                     tile_tokens = cut.block_m // (num_heads // num_kv_heads)
-                    num_tiles = -(-num_tokens // tile_tokens) + num_requests
+                    num_tiles = -(-num_tokens // tile_tokens)
                     assert num_tiles * num_kv_heads * cut.num_splits <= MOST_SPLIT_PROGRAMS
-    forty_eight = choose_config(48, 12, 128, torch.bfloat16), 48, 1, 12, 2
-    assert split_further(*forty_eight).num_splits == MOST_SPLIT_PROGRAMS // 12
+    forty_eight = choose_config(48, 12, 128, torch.bfloat16), 48, 12, 2
+    assert split_further(*forty_eight).num_splits == MOST_SPLIT_PROGRAMS // 10
 
 
 COMPILE = """
@@ -298,7 +297,7 @@ from pico_vllm.kernels.paged_prefill import (
     _paged_prefill_kernel as kernel, choose_config, split_further
 )
 
-config = split_further(choose_config(48, 12, 128, torch.bfloat16), 48, 1, 12, 2)
+config = split_further(choose_config(48, 12, 128, torch.bfloat16), 48, 12, 2)
 pointers = ("q_ptr", "k_ptr", "v_ptr", "out_ptr")
 types = {name: "*bf16" for name in pointers}
 types |= {name: "*i32" for name in ("table_ptr", "query_start_loc_ptr", "num_used_ptr")}
