@@ -18,8 +18,8 @@ from pico_vllm.errors import ConfigError
 from pico_vllm.models.llama import parameter_shapes
 
 # Rates, on purpose in favour of loading: what is computed instead takes the device from others.
-# (FLOP/s, bytes/s from host memory, bytes/s from disk.) An H200 computes prompts at 590e12 and loads
-# 49e9 alone, 34e9 beside products; the CPU's and the disks' are rough.
+# (FLOP/s, bytes/s from host memory, bytes/s from disk.) An H200 computes prompts at 590e12, and
+# loads at 49e9 alone and 34e9 beside products; the CPU's and the disks' are rough.
 GPU_RATES = (200e12, 40e9, 4e9)
 CPU_RATES = (0.3e12, 5e9, 2e9)
 HOST_WAIT_S = 1e-3
