@@ -51,7 +51,7 @@ norm and MLP: Qwen2.5-1.5B 512 rows 84 us (80), 1,024 133 (151), 8,192 1,023 (1,
 1,024 535 to 551 (552), 8,192 4.26 ms (4.56). A step of Qwen2.5-1.5B at 96 / 128 / 192 / 256 rows
 1.68 / 1.77 / 2.22 / 2.51 ms (1.78 / 1.87 / 2.32 / 2.54)."""
 MIN_BUSY = 0.7
-"""Share of multiprocessors that few tokens must give work to."""
+"""Share of multiprocessors that few tokens must give work to, one tile each."""
 BLOCK_K = 64
 """Of E, what the copy engine lays out without bank conflicts: 128 bytes."""
 HALF = 8
@@ -338,10 +338,9 @@ def is_faster(T: int, F: int) -> bool:
     """Than cuBLAS and a kernel for SiLU behind it."""
     if T >= MIN_MANY:
         return True
-    tile = tile_options(T, F)
-    num_tiles = triton.cdiv(F, tile["GROUPS"] * GROUP_ROWS // 2)
-    waves = triton.cdiv(num_tiles, NUM_MULTIPROCESSORS)
-    return T <= MAX_FEW and num_tiles >= MIN_BUSY * waves * NUM_MULTIPROCESSORS
+    num_tiles = triton.cdiv(F, tile_options(T, F)["GROUPS"] * GROUP_ROWS // 2)
+    is_one_wave = MIN_BUSY * NUM_MULTIPROCESSORS <= num_tiles <= NUM_MULTIPROCESSORS
+    return T <= MAX_FEW and is_one_wave
 
 
 def tile_options(T: int, F: int) -> dict[str, int]:

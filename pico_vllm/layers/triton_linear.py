@@ -73,17 +73,22 @@ class TritonLinear(Linear):
         return Parts(hopper_split_k.hopper_split_k(normed_MK, self.weight.weight_NK), self.bias_N)
 
     def normed_silu_mul(self, norm: RMSNorm, residual: Residual) -> Tensor:
-        x_MK = residual.x_TE
-        if self._is_small(x_MK):
+        x_MK, (N, K) = residual.x_TE, self.weight.shape
+        M = len(x_MK)
+        on_hopper = (
+            M > MAX_SMALL_ROWS
+            and self.bias_N is None
+            and hopper_gate_up.can_take(x_MK.device, x_MK.dtype, N // 2, K)
+            and hopper_gate_up.is_faster(M, N // 2)
+        )
+        if self._is_small(x_MK) and not on_hopper:
             return self._small(
                 x_MK, norm_K=norm.weight_E, eps=norm.eps, has_silu_mul=True, starts_early=False
             )
         normed_MK = residual.normed_TE
         if normed_MK is None:
             normed_MK = rms_norm(x_MK, norm.weight_E, norm.eps)
-        N, K = self.weight.shape
-        takes = hopper_gate_up.can_take(x_MK.device, x_MK.dtype, N // 2, K)
-        if takes and self.bias_N is None and hopper_gate_up.is_faster(len(x_MK), N // 2):
+        if on_hopper:
             return hopper_gate_up.hopper_gate_up(normed_MK, self.weight.weight_NK)
         return silu_mul(self(normed_MK))
 
@@ -119,7 +124,9 @@ class TritonLinear(Linear):
     def _is_small(self, x_MK: Tensor) -> bool:
         M, (N, K) = len(x_MK), self.weight.shape
         if M > MAX_SMALL_ROWS and hopper_split_k.can_take(x_MK.device, x_MK.dtype, N, K):
-            return False
+            is_narrow = N <= hopper_split_k.MAX_K  # as down is, of models that were measured
+            if hopper_split_k.is_faster(M, N, K) or (is_narrow and _num_parts(M, N, K) > 1):
+                return False
         return beats_cublas(M, N, K)
 
     def _small(
