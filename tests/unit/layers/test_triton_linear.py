@@ -114,7 +114,9 @@ def test_products_that_are_left_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     norm, layers = RMSNorm(random(192), 1e-5), TritonLayers(DEVICE)
     bias = random(48)
     weights = [DenseWeight(random(n, 192)) for n in (48, 192, 80)]
-    for num_rows, expected_shapes in ((70, [(48, 192), (192, 192)]), (8, [])):
+    for num_rows, expected_shapes in (
+        (70, [(48, 192), (192, 192)]), (30, [(48, 192), (192, 192)]), (8, []),
+    ):  # fmt: skip
         taken.clear()
         x = random(num_rows, 192)
         for weight, bias_N in zip(weights, (bias, None, None), strict=True):
