@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +44,17 @@ class NewBlocks:
     """Of the device pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """One block's KV has to be copied from id `source` to `target`, of the other pool or
-    of the same."""
+    of the same. A tuple: a plan may have hundreds."""
 
     source: int
     target: int
+
+
+def block_copies(sources: Sequence[int], targets: Sequence[int]) -> tuple[BlockCopy, ...]:
+    """Many of them, without a call for each."""
+    return tuple(map(partial(tuple.__new__, BlockCopy), zip(sources, targets, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -496,9 +496,9 @@ PLANTS = (
     Plant(
         "tier found before it is stored",
         LOWER,
-        "(key, parent, tokens)\n            if block is None:",
-        "(key, parent, tokens)\n            if block is not None:\n                "
-        "block.is_ready = True\n            if block is None:",
+        "else parent, of_block)\n                if block is None:\n                    counters",
+        "else parent, of_block)\n                if block is not None:\n                    "
+        "block.is_ready = True\n                if block is None:\n                    counters",
     ),
     Plant(
         "tier slot not pinned while it is filled",
@@ -508,8 +508,8 @@ PLANTS = (
     ),
     Plant(
         "tier slot not pinned while it is loaded",
-        LOWER,
-        "            self.host.pin(block)\n            self.host.use(block)",
+        HOST,
+        "            block.num_pins += 1\n            index.move_to_end(key)",
         "            pass",
     ),
     Plant(
@@ -521,8 +521,8 @@ PLANTS = (
     Plant(
         "tier stores forgotten",
         LOWER,
-        "        return stores, tuple(loads)",
-        "        return (), tuple(loads)",
+        "        return stores, loads",
+        "        return (), loads",
     ),
     Plant(
         "tier reset keeps host blocks",

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,9 +48,10 @@ class TierStreams:
         """Before anything else of the plan."""
         device_pool, host_blocks = self._device_pool, self._host_pool.blocks
         if not self._is_cuda:
-            self._swap(device_pool, host_blocks, plan.stores)
-            self._swap(host_blocks, device_pool, plan.loads)
+            if plan.stores:
+                self._swap(device_pool, host_blocks, plan.stores)
             if plan.loads:
+                self._swap(host_blocks, device_pool, plan.loads)
                 self._loading.append((plan.number, None))
             return
         steps = torch.cuda.current_stream(self._device)
@@ -66,8 +68,7 @@ class TierStreams:
             self._loading.append((plan.number, end))
 
     def _swap(self, source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:
-        ids = [[copy.source for copy in copies], [copy.target for copy in copies]]
-        copies_2C = torch.tensor(ids, dtype=torch.int32)
+        copies_2C = torch.from_numpy(np.array(list(zip(*copies, strict=True)), np.int32))
         if self._is_cuda:
             # Pinned by PyTorch's allocator, which keeps it until the copy is done.
             copies_2C = copies_2C.pin_memory().to(self._device, non_blocking=True)
