@@ -6,10 +6,8 @@ Both are immutable and carry numbers, not Requests, so that the same plan can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,17 +42,31 @@ class NewBlocks:
     """Of the device pool."""
 
 
-class BlockCopy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
     """One block's KV has to be copied from id `source` to `target`, of the other pool or
-    of the same. A tuple: a plan may have hundreds."""
+    of the same."""
 
     source: int
     target: int
 
 
-def block_copies(sources: Sequence[int], targets: Sequence[int]) -> tuple[BlockCopy, ...]:
-    """Many of them, without a call for each."""
-    return tuple(map(partial(tuple.__new__, BlockCopy), zip(sources, targets, strict=True)))
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """From each source to its target. Numbers alone: hundreds of objects a plan take time to make,
+    and the garbage collector more to look at."""
+
+    sources: Sequence[int] = ()
+    targets: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[BlockCopy]:
+        return map(BlockCopy, self.sources, self.targets)
+
+
+NO_COPIES = BlockCopies()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +91,10 @@ class StepPlan:
     runner may use again what it made for that one."""
     copies: tuple[BlockCopy, ...] = ()
     """Within the device pool, before anything is computed; no target is a source."""
-    stores: tuple[BlockCopy, ...] = ()
+    stores: BlockCopies = NO_COPIES
     """From the device pool to host memory, before anything else of this plan writes to the device.
     A plan with stores or loads may have no request."""
-    loads: tuple[BlockCopy, ...] = ()
+    loads: BlockCopies = NO_COPIES
     """From host memory to the device pool, after the plan's stores and the steps before. Nothing
     reads the blocks before a result has named the plan in `loaded`."""
 

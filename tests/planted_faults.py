@@ -521,8 +521,8 @@ PLANTS = (
     Plant(
         "tier stores forgotten",
         LOWER,
-        "        return stores, loads",
-        "        return (), loads",
+        "        return stores, BlockCopies(slots, device_ids)",
+        "        return BlockCopies(), BlockCopies(slots, device_ids)",
     ),
     Plant(
         "tier reset keeps host blocks",

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pico_vllm.cache.tiers.chain import Key
 from pico_vllm.cache.tiers.disk_thread import DiskThread
 from pico_vllm.cache.tiers.host import HostBlock, HostTier
-from pico_vllm.step import BlockCopy, block_copies
+from pico_vllm.step import BlockCopies
 
 CLOSING_TIME_S = 5.0
 """For what is still to be written when an engine ends."""
@@ -368,24 +368,22 @@ class LowerTiers:
     def has_new_transfers(self) -> bool:
         return bool(self._new_stores or self._new_loads)
 
-    def take_transfers(
-        self, plan_number: int
-    ) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
+    def take_transfers(self, plan_number: int) -> tuple[BlockCopies, BlockCopies]:
         """Stores and loads that a plan is to have."""
-        stores: tuple[BlockCopy, ...] = ()
-        if self._new_stores:
-            blocks = [block for block, _ in self._new_stores]
-            device_ids = [device_id for _, device_id in self._new_stores]
-            stores = block_copies(device_ids, [block.slot for block in blocks])
-            self._stores[plan_number] = blocks
+        new = self._new_stores
+        stores = BlockCopies([device_id for _, device_id in new], [block.slot for block, _ in new])
+        if new:
+            self._stores[plan_number] = [block for block, _ in new]
             self._new_stores = []
-        loads: tuple[BlockCopy, ...] = ()
+        slots: list[int] = []
+        device_ids: list[int] = []
         for load in self._new_loads:
             load.plan_number = plan_number
-            loads += block_copies([block.slot for block in load.blocks], load.device_ids)
+            slots += [block.slot for block in load.blocks]
+            device_ids += load.device_ids
         self._loads += self._new_loads
         self._new_loads = []
-        return stores, loads
+        return stores, BlockCopies(slots, device_ids)
 
     def drop_transfers(self) -> None:
         """Forget what is under way between device and host. All that runners were given of it has

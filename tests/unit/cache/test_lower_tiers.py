@@ -21,7 +21,7 @@ from pico_vllm.cache.tiers.disk_thread import DiskThread
 from pico_vllm.cache.tiers.host import HostTier
 from pico_vllm.cache.tiers.lower import LowerTiers, TierCounters
 from pico_vllm.errors import ConfigError
-from pico_vllm.step import BlockCopy
+from pico_vllm.step import BlockCopies
 
 BLOCK_BYTES = 5000
 TOKENS_BYTES = 16
@@ -311,7 +311,7 @@ def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
         put(tiers, number, number + 7)
     assert tiers.counters.num_lost_blocks == 1, "all slots are being filled"
     stores, loads = tiers.take_transfers(4)
-    assert [copy.source for copy in stores] == [7, 8, 9] and loads == ()
+    assert [copy.source for copy in stores] == [7, 8, 9] and not loads
     for number, copy in enumerate(stores):
         memory[copy.target] = block(number)[3]
     assert tiers.num_found(keys, tokens) == (0, 0)
@@ -335,7 +335,7 @@ def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
     found = tiers.pin(keys[:1])
     assert np.array_equal(memory[found[0].slot], block(0)[3])
     load = tiers.begin_load(found, [5])
-    assert tiers.take_transfers(6) == ((), (BlockCopy(found[0].slot, 5),))
+    assert tiers.take_transfers(6) == (BlockCopies([], []), BlockCopies([found[0].slot], [5]))
     assert tiers.take_loaded((5,)) == [] and tiers.take_loaded((6,)) == [load]
     assert load.is_from_disk == [True] and tiers.stats().so_far.num_dropped_blocks == 1
     again = tiers.begin_load(tiers.pin(keys[:1]), [5])
