@@ -494,6 +494,36 @@ PLANTS = (
         "upper.chain = node.chain[:num_blocks]",
     ),
     Plant(
+        "tier chain not shortened",
+        TREE,
+        "            del node.chain[num_kept:]",
+        "            pass",
+    ),
+    Plant(
+        "tier chain of others given to blocks",
+        TREE,
+        "node.chain = list(chain[len(found) :])",
+        "node.chain = list(chain[: len(block_ids) - len(found)])",
+    ),
+    Plant(
+        "tier chain of the first blocks published",
+        PREFIXES,
+        "running.keys[first:last]",
+        "running.keys[: last - first]",
+    ),
+    Plant(
+        "tier finds other tokens",
+        HOST,
+        'if tokens.startswith(b"".join(found)):',
+        "if True:",
+    ),
+    Plant(
+        "tier run of slots unpinned but once dropped",
+        HOST,
+        "if block.num_pins > 0 and not block.is_dropped:",
+        "if block.num_pins > 0:",
+    ),
+    Plant(
         "tier found before it is stored",
         LOWER,
         "else parent, of_block)\n                if block is None:\n                    counters",
