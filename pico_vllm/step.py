@@ -6,7 +6,7 @@ Both are immutable and carry numbers, not Requests, so that the same plan can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,6 +51,24 @@ class BlockCopy:
     target: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """From each source to its target. Numbers alone: hundreds of objects a plan take time to make,
+    and the garbage collector more to look at."""
+
+    sources: Sequence[int] = ()
+    targets: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[BlockCopy]:
+        return map(BlockCopy, self.sources, self.targets)
+
+
+NO_COPIES = BlockCopies()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """R requests in batch order: the first `num_decodes` compute the token that an earlier
@@ -73,10 +91,10 @@ class StepPlan:
     runner may use again what it made for that one."""
     copies: tuple[BlockCopy, ...] = ()
     """Within the device pool, before anything is computed; no target is a source."""
-    stores: tuple[BlockCopy, ...] = ()
+    stores: BlockCopies = NO_COPIES
     """From the device pool to host memory, before anything else of this plan writes to the device.
     A plan with stores or loads may have no request."""
-    loads: tuple[BlockCopy, ...] = ()
+    loads: BlockCopies = NO_COPIES
     """From host memory to the device pool, after the plan's stores and the steps before. Nothing
     reads the blocks before a result has named the plan in `loaded`."""
 

@@ -494,11 +494,41 @@ PLANTS = (
         "upper.chain = node.chain[:num_blocks]",
     ),
     Plant(
+        "tier chain not shortened",
+        TREE,
+        "            del node.chain[num_kept:]",
+        "            pass",
+    ),
+    Plant(
+        "tier chain of others given to blocks",
+        TREE,
+        "node.chain = list(chain[len(found) :])",
+        "node.chain = list(chain[: len(block_ids) - len(found)])",
+    ),
+    Plant(
+        "tier chain of the first blocks published",
+        PREFIXES,
+        "running.keys[first:last]",
+        "running.keys[: last - first]",
+    ),
+    Plant(
+        "tier finds other tokens",
+        HOST,
+        'if tokens.startswith(b"".join(found)):',
+        "if True:",
+    ),
+    Plant(
+        "tier run of slots unpinned but once dropped",
+        HOST,
+        "if block.num_pins > 0 and not block.is_dropped:",
+        "if block.num_pins > 0:",
+    ),
+    Plant(
         "tier found before it is stored",
         LOWER,
-        "(key, parent, tokens)\n            if block is None:",
-        "(key, parent, tokens)\n            if block is not None:\n                "
-        "block.is_ready = True\n            if block is None:",
+        "else parent, of_block)\n                if block is None:\n                    counters",
+        "else parent, of_block)\n                if block is not None:\n                    "
+        "block.is_ready = True\n                if block is None:\n                    counters",
     ),
     Plant(
         "tier slot not pinned while it is filled",
@@ -508,8 +538,8 @@ PLANTS = (
     ),
     Plant(
         "tier slot not pinned while it is loaded",
-        LOWER,
-        "            self.host.pin(block)\n            self.host.use(block)",
+        HOST,
+        "            block.num_pins += 1\n            index.move_to_end(key)",
         "            pass",
     ),
     Plant(
@@ -521,8 +551,8 @@ PLANTS = (
     Plant(
         "tier stores forgotten",
         LOWER,
-        "        return stores, tuple(loads)",
-        "        return (), tuple(loads)",
+        "        return stores, BlockCopies(slots, device_ids)",
+        "        return BlockCopies(), BlockCopies(slots, device_ids)",
     ),
     Plant(
         "tier reset keeps host blocks",

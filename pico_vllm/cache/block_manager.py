@@ -107,6 +107,10 @@ class BlockManager:
         """Holders of a block; 0 once it is gone."""
         return self._ref_counts[block_id]
 
+    def ref_counts(self, block_ids: Sequence[int]) -> list[int]:
+        """Of many."""
+        return list(map(self._ref_counts.__getitem__, block_ids))
+
     def device_ids(self, block_ids: Sequence[int]) -> list[int]:
         """For block tables, slots and copies: the same ids, of blocks that somebody holds."""
         self._check_live(block_ids)

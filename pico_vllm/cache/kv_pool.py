@@ -31,7 +31,7 @@ from pico_vllm.kernels.cpu.paged_decode import (
 from pico_vllm.kernels.cpu.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
 from pico_vllm.kernels.cpu.store_kv import StorePlan, plan_store, store_kv, store_rows
 from pico_vllm.kernels.cpu.tiles import tile_tokens
-from pico_vllm.step import BlockCopy
+from pico_vllm.step import BlockCopies, BlockCopy
 
 
 def allocate_pool(
@@ -115,24 +115,21 @@ class PagedKV:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Within the device pool."""
-        _copy_blocks(self.device_pool, self.device_pool, copies)
+        ids = [copy.source for copy in copies], [copy.target for copy in copies]
+        _copy_blocks(self.device_pool, self.device_pool, BlockCopies(*ids))
 
-    def copy_out(self, copies: Sequence[BlockCopy]) -> None:
+    def copy_out(self, copies: BlockCopies) -> None:
         """Device to host."""
         _copy_blocks(self.device_pool, self.host_pool, copies)
 
-    def copy_in(self, copies: Sequence[BlockCopy]) -> None:
+    def copy_in(self, copies: BlockCopies) -> None:
         """Host to device."""
         _copy_blocks(self.host_pool, self.device_pool, copies)
 
 
-def _copy_blocks(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:
-    source_ids = torch.tensor(
-        [copy.source for copy in copies], dtype=torch.int64, device=source.device
-    )
-    target_ids = torch.tensor(
-        [copy.target for copy in copies], dtype=torch.int64, device=target.device
-    )
+def _copy_blocks(source: Tensor, target: Tensor, copies: BlockCopies) -> None:
+    source_ids = torch.tensor(copies.sources, dtype=torch.int64, device=source.device)
+    target_ids = torch.tensor(copies.targets, dtype=torch.int64, device=target.device)
     target[target_ids] = source[source_ids].to(target.device)
 
 

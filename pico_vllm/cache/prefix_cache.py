@@ -274,13 +274,15 @@ class PrefixCache:
             lease.tree.unlock(lease.source)
             lease.source, lease.num_copied = None, 0
 
-    def publish(self, lease: Lease, tokens: Tokens, block_ids: list[int]) -> list[int]:
+    def publish(
+        self, lease: Lease, tokens: Tokens, block_ids: list[int], keys: list[Key] | None = None
+    ) -> list[int]:
         """Put full blocks that follow those of the lease into the tree. Returns the blocks that are
         there already for the first of these tokens: the request holds those now, and no longer its
-        own."""
+        own. keys: of these blocks, from `chain`, where the caller has them."""
         if lease.tree is not self._tree or not block_ids:
             return []
-        lease.node, found = self._tree.insert(lease.node, tokens, block_ids)
+        lease.node, found = self._tree.insert(lease.node, tokens, block_ids, keys)
         lease.num_blocks += len(block_ids)
         if len(found) < len(block_ids):
             self._blocks.share(block_ids[len(found) :])
@@ -297,11 +299,17 @@ class PrefixCache:
         if excess > 0:
             self._evict(excess, self._blocks.free)
 
-    def _give_back(self, lease: Lease, block_ids: list[int], tokens: Tokens) -> None:
+    def _give_back(
+        self,
+        lease: Lease,
+        block_ids: list[int],
+        tokens: Tokens,
+        keys: list[Key] | None = None,
+    ) -> None:
         self.drop_source(lease)
         first, num_taken = lease.num_blocks, 0
         if tokens and lease.tree is self._tree:
-            num_found, num_taken = self._keep(lease, tokens, block_ids)
+            num_found, num_taken = self._keep(lease, tokens, block_ids, keys)
             first += num_found
         lease.tree.unlock(lease.node)
         # What the tree has taken it holds in place of the request.
@@ -309,7 +317,9 @@ class PrefixCache:
         if freed:
             self._blocks.free(freed)
 
-    def _keep(self, lease: Lease, tokens: Tokens, block_ids: list[int]) -> tuple[int, int]:
+    def _keep(
+        self, lease: Lease, tokens: Tokens, block_ids: list[int], keys: list[Key] | None
+    ) -> tuple[int, int]:
         """Put what a request leaves into the tree: full blocks and a tail. Returns how many of its
         blocks after the lease's are there already, and how many after those were taken."""
         first = lease.num_blocks
@@ -318,7 +328,7 @@ class PrefixCache:
         num_found = 0
         if num_full:
             own = block_ids[first : first + num_full]
-            lease.node, found = self._tree.insert(lease.node, tokens[:end], own)
+            lease.node, found = self._tree.insert(lease.node, tokens[:end], own, keys)
             num_found = len(found)
         num_taken = num_full - num_found
         tail = tokens[end:]
@@ -406,13 +416,15 @@ class PrefixCache:
         self._loading.remove(loading)
         tokens = loading.tokens if is_filled else b""
         block_ids = loading.block_ids[loading.lease.num_blocks :]
+        keys = [block.key for block in loading.load.blocks]
         # No more of the pool than the cache may take is not for these: somebody is about to enter
         # with them.
-        self._give_back(loading.lease, loading.block_ids, tokens)
+        self._give_back(loading.lease, loading.block_ids, tokens, keys)
         if is_filled:
-            for block_id, is_from_disk in zip(block_ids, loading.load.is_from_disk, strict=True):
-                if self._blocks.ref_count(block_id):  # the tree has taken it
-                    self._is_from_disk[block_id] = is_from_disk
+            ref_counts = self._blocks.ref_counts(block_ids)
+            came = zip(block_ids, loading.load.is_from_disk, ref_counts, strict=True)
+            # Those without a holder were there already.
+            self._is_from_disk.update({each: is_from_disk for each, is_from_disk, n in came if n})
 
     @property
     def num_loading_blocks(self) -> int:
@@ -424,7 +436,8 @@ class PrefixCache:
         return [block_id for each in self._loading for block_id in each.block_ids]
 
     def _chain_of(self, node: Node) -> list[Key]:
-        """Keys of a node's blocks, made when they are first asked for."""
+        """Keys of a node's blocks; made now, from the nearest above that has any, where nobody who
+        put blocks there had them."""
         assert self.tiers is not None
         if node.chain is not None:
             return node.chain
@@ -447,10 +460,7 @@ class PrefixCache:
             return
         device_ids = self._blocks.device_ids(node.block_ids[first:])
         parent = keys[first - 1] if first else self._last_key(node.parent)
-        for index, device_id in enumerate(device_ids, first):
-            tokens = node.tokens[index * size : (index + 1) * size]
-            self.tiers.put(keys[index], parent, tokens, device_id)
-            parent = keys[index]
+        self.tiers.put(parent, keys[first:], node.tokens[first * size :], device_ids)
 
     def _last_key(self, node: Node) -> Key:
         """Of a node with whole blocks, or a root."""
@@ -477,7 +487,7 @@ class PrefixCache:
 
         def on_evict(node: Node, first: int) -> None:
             block_ids = node.block_ids[first:]
-            assert all(self._blocks.ref_count(i) == 1 for i in block_ids), (
+            assert self._blocks.ref_counts(block_ids).count(1) == len(block_ids), (
                 f"evicted {block_ids}, some of which may be held by others"
             )
             if self.tiers is not None:
@@ -504,3 +514,12 @@ class PrefixCache:
         for node in self._tree.nodes():
             if node.lock_ref == 0:
                 assert all(self._blocks.ref_count(block_id) == 1 for block_id in node.block_ids)
+            assert not node.chain or node.chain == self._chain_anew(node), "another block's key"
+
+    def _chain_anew(self, node: Node) -> list[Key]:
+        path, root = [node.tokens], node
+        while root.parent is not None:
+            root = root.parent
+            path.append(root.tokens)
+        keys = self.chain(b"".join(reversed(path)), root.salt)
+        return keys[len(keys) - len(node.tokens) // self._block_bytes :]

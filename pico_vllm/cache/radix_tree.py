@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,8 @@ class Node:
         self.tokens = tokens
         self.block_ids = block_ids
         self.chain: list[bytes] | None = None
-        """One for each block, of whoever names blocks by keys; None until then."""
+        """One for each block, of whoever names blocks by keys; None until then. The node's own
+        list: cut and shortened with its blocks, and gone with it."""
         self.children: dict[Tokens, Node] = {}
         """By their first block of tokens."""
         self.keys: list[Tokens] = []
@@ -247,12 +248,19 @@ class RadixTree:
             assert each.parent is not None, "not below the other"
             each = each.parent
 
-    def insert(self, node: Node, tokens: Tokens, block_ids: list[int]) -> tuple[Node, list[int]]:
+    def insert(
+        self,
+        node: Node,
+        tokens: Tokens,
+        block_ids: list[int],
+        chain: Sequence[bytes] | None = None,
+    ) -> tuple[Node, list[int]]:
         """Put whole blocks after a locked node. Returns the node where they end, to which the lock
         has moved, and the blocks that were there already, of the first tokens: the caller's are not
-        taken for those."""
+        taken for those. chain: of all the blocks, where the caller has it."""
         size = self._block_bytes
         assert len(tokens) == len(block_ids) * size and node.lock_ref > 0
+        assert chain is None or len(chain) == len(block_ids)
         start, at, found = node, 0, []
         while at < len(tokens):
             child = node.children.get(tokens[at : at + size])
@@ -267,6 +275,8 @@ class RadixTree:
             node = child
         if at < len(tokens):
             node = self._add(node, tokens[at:] if at else tokens, block_ids[len(found) :])
+            if chain is not None:
+                node.chain = list(chain[len(found) :])
         self.move_lock(start, node)
         return node, found
 

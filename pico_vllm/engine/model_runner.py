@@ -21,7 +21,7 @@ from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.layers.attention import KVStep
 from pico_vllm.sampler.sampler import Sampler
-from pico_vllm.step import NO_TOKEN, BlockCopy, StepPlan, StepResult, TokenLogprobs
+from pico_vllm.step import NO_TOKEN, BlockCopies, BlockCopy, StepPlan, StepResult, TokenLogprobs
 
 
 class KVCache(Protocol):
@@ -33,11 +33,11 @@ class KVCache(Protocol):
         """Asked for with a prefix cache only."""
         ...
 
-    def copy_out(self, copies: Sequence[BlockCopy]) -> None:
+    def copy_out(self, copies: BlockCopies) -> None:
         """Device to host; asked for with tiers below the device only, as is `copy_in`."""
         ...
 
-    def copy_in(self, copies: Sequence[BlockCopy]) -> None:
+    def copy_in(self, copies: BlockCopies) -> None:
         """Host to device."""
         ...
 

@@ -33,6 +33,8 @@ MIN_AWAITED_TOKENS = 64
 """For fewer nobody is held: one step more costs about as much as computing them."""
 MIN_AWAITED_PART = 0.5
 """Nor where it is less than this part of what a request has to compute."""
+MAX_CHAINS = 16
+"""Of requests that wait whose keys are kept; those of others are made again."""
 MAX_WAITS = 4
 """For disk, for the copy up, and each once more with others."""
 
@@ -50,6 +52,8 @@ class _Running:
     lease: Lease
     tokens: Tokens
     """Those that the request came with."""
+    keys: list[bytes] | None
+    """Chain keys of the whole blocks of those, where tiers below the device were asked for them."""
     key: tuple[Node, Tokens] | None = None
     """Where its next full block will hang."""
     followers: list[tuple[int, str]] = field(default_factory=list)
@@ -67,7 +71,8 @@ class Prefixes:
         self._leaders: dict[tuple[Node, Tokens], str] = {}
         self._last: tuple[tuple[str, int, int], Tokens, Match] | None = None
         """The last match, and what it is good for: the head of the line may ask in each step."""
-        self._last_chain: tuple[tuple[str, int], list[bytes]] | None = None
+        self._chains: dict[str, list[bytes]] = {}
+        """Keys of requests that wait, of at most MAX_CHAINS, until they enter."""
         self._coming: dict[object, _Coming] = {}
         """By what PrefixCache gave for it."""
         self._coming_by_key: dict[bytes, _Coming] = {}
@@ -127,7 +132,8 @@ class Prefixes:
         if params.prompt_logprobs is not None:
             return False
         tokens, salt = self._match(request)[0], params.cache_salt or ""
-        keys = self._chain(request, tokens)
+        # At least the last token is computed.
+        keys = self._chain(request, tokens)[: (request.num_tokens - 1) // self._block_size]
         first = len(match.block_ids)
         if first == len(keys):
             return False
@@ -158,14 +164,15 @@ class Prefixes:
         return True
 
     def _chain(self, request: Request, tokens: Tokens) -> list[bytes]:
-        """Of the whole blocks that a request may have from the cache."""
-        key = (request.request_id, request.num_tokens)
-        if self._last_chain is None or self._last_chain[0] != key:
-            num_blocks = (request.num_tokens - 1) // self._block_size
-            most = tokens[: num_blocks * self._block_bytes]
-            chain = self.cache.chain(most, request.params.cache_salt or "")
-            self._last_chain = (key, chain)
-        return self._last_chain[1]
+        """Keys of a request's whole blocks."""
+        keys = self._chains.get(request.request_id)
+        if keys is None:
+            if len(self._chains) == MAX_CHAINS:
+                del self._chains[next(iter(self._chains))]
+            keys = self.cache.chain(tokens, request.params.cache_salt or "")
+            self._chains[request.request_id] = keys
+        assert len(keys) == request.num_tokens // self._block_size, "it grew while it waited"
+        return keys
 
     @property
     def has_new_transfers(self) -> bool:
@@ -209,7 +216,8 @@ class Prefixes:
         assert self._last is not None and self._last[0][0] == request.request_id
         tokens = self._last[1]
         lease = self.cache.acquire(match, params.cache_salt or "", params.priority)
-        running = self._running[request.request_id] = _Running(lease, tokens)
+        keys = self._chains.pop(request.request_id, None)
+        running = self._running[request.request_id] = _Running(lease, tokens, keys)
         request.block_ids = list(match.block_ids)
         self._lead(request.request_id, running)
         request.num_waits = 0
@@ -240,7 +248,8 @@ class Prefixes:
         if last <= first:
             return first, []
         tokens = running.tokens[first * self._block_bytes : last * self._block_bytes]
-        found = self.cache.publish(running.lease, tokens, request.block_ids[first:last])
+        keys = None if running.keys is None else running.keys[first:last]
+        found = self.cache.publish(running.lease, tokens, request.block_ids[first:last], keys)
         if found:
             request.block_ids[first : first + len(found)] = found
         self._lead(request.request_id, running)
@@ -273,6 +282,7 @@ class Prefixes:
         for request_id, running in self._running.items():
             self._stop_leading(request_id, running)
             self._let_go_of(running, None)
+        self._chains.clear()
         self.cache.reset(with_tiers=with_tiers)
 
     def _lead(self, request_id: str, running: _Running) -> None:

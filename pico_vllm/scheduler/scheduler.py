@@ -67,6 +67,7 @@ from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.rows import Rows
 from pico_vllm.step import (
     BAD_LOGITS,
+    NO_COPIES,
     NO_TOKEN,
     BlockCopy,
     NewBlocks,
@@ -674,8 +675,7 @@ class Scheduler:
                 copies = self._copies_for(entering)
         number = self._num_plans
         self._num_plans += 1
-        stores: tuple[BlockCopy, ...] = ()
-        loads: tuple[BlockCopy, ...] = ()
+        stores = loads = NO_COPIES
         if self._prefixes is not None and self._prefixes.has_new_transfers:
             assert self._prefixes.cache.tiers is not None
             stores, loads = self._prefixes.cache.tiers.take_transfers(number)

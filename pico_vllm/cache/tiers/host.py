@@ -10,7 +10,7 @@ when the last pin goes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pico_vllm.cache.tiers.chain import Key
@@ -53,13 +53,31 @@ class HostTier:
         block = self._blocks.get(key)
         return block if block is not None and block.is_ready and block.tokens == tokens else None
 
+    def num_found(self, keys: Sequence[Key], tokens: bytes) -> int:
+        """Of how many of the first keys `find` has a block. tokens: of all their blocks."""
+        found = []
+        for block in map(self._blocks.get, keys):
+            if block is None or not block.is_ready:
+                break
+            found.append(block.tokens)
+        if tokens.startswith(b"".join(found)):  # in one go, as keys hardly ever lie
+            return len(found)
+        size = len(found[0])
+        of_blocks = (tokens[at : at + size] for at in range(0, len(tokens), size))
+        return next(index for index, each in enumerate(of_blocks) if each != found[index])
+
+    def has_all(self, keys: Iterable[Key]) -> bool:
+        return all(map(self._blocks.__contains__, keys))
+
     def take(self, key: Key, parent: Key, tokens: bytes) -> HostBlock | None:
         """A slot for a block that is not here, pinned for who fills it: a free one, or that of the
         block whose last use is longest ago. None where all are pinned."""
         assert key not in self._blocks
         if not self._free:
-            oldest = next((each for each in self._blocks.values() if not each.num_pins), None)
-            if oldest is None:
+            for oldest in self._blocks.values():
+                if not oldest.num_pins:
+                    break
+            else:
                 return None
             self._on_evict(oldest)
             self.drop(oldest)
@@ -68,12 +86,25 @@ class HostTier:
         self._free.pop()
         return block
 
-    def use(self, block: HostBlock) -> None:
-        """Let it be the last to go."""
-        self._blocks.move_to_end(block.key)
+    def use(self, keys: Iterable[Key]) -> None:
+        """Let blocks that are here be the last to go."""
+        move_to_end = self._blocks.move_to_end
+        for key in keys:
+            move_to_end(key)
 
     def pin(self, block: HostBlock) -> None:
         block.num_pins += 1
+
+    def pin_ready(self, keys: Iterable[Key]) -> list[HostBlock]:
+        """Pin and use blocks that may be copied from, all of which are here."""
+        index, blocks = self._blocks, []
+        for key in keys:
+            block = index[key]
+            assert block.is_ready
+            block.num_pins += 1
+            index.move_to_end(key)
+            blocks.append(block)
+        return blocks
 
     def unpin(self, block: HostBlock) -> None:
         assert block.num_pins > 0, "unpinned more often than pinned"
@@ -81,6 +112,14 @@ class HostTier:
         if block.is_dropped and not block.num_pins:
             del self._dropped[block.slot]
             self._free.append(block.slot)
+
+    def unpin_all(self, blocks: Iterable[HostBlock]) -> None:
+        for block in blocks:
+            # As most are; the rest is in one place.
+            if block.num_pins > 0 and not block.is_dropped:
+                block.num_pins -= 1
+            else:
+                self.unpin(block)
 
     def drop(self, block: HostBlock) -> None:
         """Let nobody find it again."""

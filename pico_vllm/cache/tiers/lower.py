@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pico_vllm.cache.tiers.chain import Key
 from pico_vllm.cache.tiers.disk_thread import DiskThread
 from pico_vllm.cache.tiers.host import HostBlock, HostTier
-from pico_vllm.step import BlockCopy
+from pico_vllm.step import BlockCopies
 
 CLOSING_TIME_S = 5.0
 """For what is still to be written when an engine ends."""
@@ -192,19 +192,26 @@ class LowerTiers:
 
     # Down.
 
-    def put(self, key: Key, parent: Key, tokens: bytes, device_id: int) -> None:
-        """Keep a block that is evicted: the next plan has its copy, before the device block is
-        written again."""
-        block = self.host.get(key)
-        if block is not None:
-            self.host.use(block)
-        else:
-            block = self.host.take(key, parent, tokens)
-            if block is None:
-                self.counters.num_lost_blocks += 1
-                return
-            self._new_stores.append((block, device_id))
-        self.counters.num_lowered_blocks += 1
+    def put(self, parent: Key, keys: list[Key], tokens: bytes, device_ids: list[int]) -> None:
+        """Keep blocks that are evicted, and that follow each other: the next plan has the copies,
+        before the device blocks are written again."""
+        host, counters = self.host, self.counters
+        if host.has_all(keys):  # as those that once came up
+            host.use(keys)
+            counters.num_lowered_blocks += len(keys)
+            return
+        size = len(tokens) // len(keys)
+        for index, key in enumerate(keys):
+            if host.get(key) is not None:
+                host.use([key])
+            else:
+                of_block = tokens[index * size : (index + 1) * size]
+                block = host.take(key, keys[index - 1] if index else parent, of_block)
+                if block is None:
+                    counters.num_lost_blocks += 1
+                    continue
+                self._new_stores.append((block, device_ids[index]))
+            counters.num_lowered_blocks += 1
 
     def stored(self, plan_number: int) -> None:
         """The copies of a plan are done."""
@@ -239,13 +246,13 @@ class LowerTiers:
     def num_found(self, keys: list[Key], tokens: bytes) -> tuple[int, int]:
         """How many of the first keys are in host slots; and how many there or on disk. tokens: of
         the keys' blocks."""
-        size = len(tokens) // len(keys) if keys else 0
-        num_host = num_any = 0
-        for index, key in enumerate(keys):
-            if self.host.find(key, tokens[index * size : (index + 1) * size]) is not None:
-                if num_host == index:
-                    num_host += 1
-            elif self.disk is None or not self.disk.contains(key):
+        num_host = num_any = self.host.num_found(keys, tokens)
+        if self.disk is None or num_host == len(keys):
+            return num_host, num_any
+        size = len(tokens) // len(keys)
+        for index, key in enumerate(keys[num_host:], num_host):
+            of_block = tokens[index * size : (index + 1) * size]
+            if self.host.find(key, of_block) is None and not self.disk.contains(key):
                 break
             num_any += 1
         return num_host, num_any
@@ -330,18 +337,10 @@ class LowerTiers:
 
     def pin(self, keys: list[Key]) -> list[HostBlock]:
         """Those in host slots, all of them, for a load that may follow."""
-        blocks = []
-        for key in keys:
-            block = self.host.get(key)
-            assert block is not None and block.is_ready
-            self.host.pin(block)
-            self.host.use(block)
-            blocks.append(block)
-        return blocks
+        return self.host.pin_ready(keys)
 
     def unpin(self, blocks: list[HostBlock]) -> None:
-        for block in blocks:
-            self.host.unpin(block)
+        self.host.unpin_all(blocks)
 
     def begin_load(self, blocks: list[HostBlock], device_ids: list[int]) -> Load:
         """Have the next plan copy pinned blocks to the device."""
@@ -369,24 +368,22 @@ class LowerTiers:
     def has_new_transfers(self) -> bool:
         return bool(self._new_stores or self._new_loads)
 
-    def take_transfers(
-        self, plan_number: int
-    ) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
+    def take_transfers(self, plan_number: int) -> tuple[BlockCopies, BlockCopies]:
         """Stores and loads that a plan is to have."""
-        stores = tuple(BlockCopy(device_id, block.slot) for block, device_id in self._new_stores)
-        if self._new_stores:
-            self._stores[plan_number] = [block for block, _ in self._new_stores]
+        new = self._new_stores
+        stores = BlockCopies([device_id for _, device_id in new], [block.slot for block, _ in new])
+        if new:
+            self._stores[plan_number] = [block for block, _ in new]
             self._new_stores = []
-        loads = []
+        slots: list[int] = []
+        device_ids: list[int] = []
         for load in self._new_loads:
             load.plan_number = plan_number
-            loads += [
-                BlockCopy(block.slot, device_id)
-                for block, device_id in zip(load.blocks, load.device_ids, strict=True)
-            ]
+            slots += [block.slot for block in load.blocks]
+            device_ids += load.device_ids
         self._loads += self._new_loads
         self._new_loads = []
-        return stores, tuple(loads)
+        return stores, BlockCopies(slots, device_ids)
 
     def drop_transfers(self) -> None:
         """Forget what is under way between device and host. All that runners were given of it has

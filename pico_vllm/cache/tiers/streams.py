@@ -15,14 +15,14 @@ Order, where P is a plan, by streams and events:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pico_vllm.cache.tiers.host_pool import HostPool
 from pico_vllm.kernels.swap_blocks import swap_blocks
-from pico_vllm.step import BlockCopy, StepPlan
+from pico_vllm.step import BlockCopies, StepPlan
 
 
 class TierStreams:
@@ -37,7 +37,7 @@ class TierStreams:
         if self._is_cuda:
             self._store_stream = torch.cuda.Stream(self._device)
             self._load_stream = torch.cuda.Stream(self._device)
-        null = (BlockCopy(0, 0),)
+        null = BlockCopies([0], [0])
         self._swap(self._device_pool, self._host_pool.blocks, null)
         self._swap(self._host_pool.blocks, self._device_pool, null)
         if self._is_cuda:
@@ -47,9 +47,10 @@ class TierStreams:
         """Before anything else of the plan."""
         device_pool, host_blocks = self._device_pool, self._host_pool.blocks
         if not self._is_cuda:
-            self._swap(device_pool, host_blocks, plan.stores)
-            self._swap(host_blocks, device_pool, plan.loads)
+            if plan.stores:
+                self._swap(device_pool, host_blocks, plan.stores)
             if plan.loads:
+                self._swap(host_blocks, device_pool, plan.loads)
                 self._loading.append((plan.number, None))
             return
         steps = torch.cuda.current_stream(self._device)
@@ -65,9 +66,8 @@ class TierStreams:
                 end.record()
             self._loading.append((plan.number, end))
 
-    def _swap(self, source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:
-        ids = [[copy.source for copy in copies], [copy.target for copy in copies]]
-        copies_2C = torch.tensor(ids, dtype=torch.int32)
+    def _swap(self, source: Tensor, target: Tensor, copies: BlockCopies) -> None:
+        copies_2C = torch.from_numpy(np.array([copies.sources, copies.targets], np.int32))
         if self._is_cuda:
             # Pinned by PyTorch's allocator, which keeps it until the copy is done.
             copies_2C = copies_2C.pin_memory().to(self._device, non_blocking=True)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pico_vllm.cache.block_manager import NULL_BLOCK, BlockManager
 from pico_vllm.cache.kv_pool import PagedKV, allocate_pool
 from pico_vllm.config.model import ModelConfig
-from pico_vllm.step import BlockCopy
+from pico_vllm.step import BlockCopies
 
 Holder = tuple[int, ...]
 """Blocks of one request, as ids."""
@@ -207,13 +207,13 @@ def test_copies_move_bytes(ids: list[int]) -> None:
     """copy_out and copy_in write exactly the named blocks, byte for byte, and touch no other."""
     kv = pools()
     device, host = kv.device_pool.clone(), kv.host_pool.clone()
-    out = [BlockCopy(source, target) for source, target in zip(ids, (4, 0, 2), strict=False)]
+    out = BlockCopies(ids, [4, 0, 2][: len(ids)])
     kv.copy_out(out)
     expected = host.clone()
     for copy in out:
         expected[copy.target] = device[copy.source]
     assert torch.equal(kv.host_pool, expected) and torch.equal(kv.device_pool, device)
-    back = [BlockCopy(source, target) for source, target in zip((3, 1, 4), ids, strict=False)]
+    back = BlockCopies([3, 1, 4][: len(ids)], ids)
     kv.copy_in(back)
     expected_device = device.clone()
     for copy in back:

@@ -21,7 +21,7 @@ from pico_vllm.cache.tiers.disk_thread import DiskThread
 from pico_vllm.cache.tiers.host import HostTier
 from pico_vllm.cache.tiers.lower import LowerTiers, TierCounters
 from pico_vllm.errors import ConfigError
-from pico_vllm.step import BlockCopy
+from pico_vllm.step import BlockCopies
 
 BLOCK_BYTES = 5000
 TOKENS_BYTES = 16
@@ -35,6 +35,11 @@ def block(number: int) -> tuple[bytes, bytes, bytes, NDArray[np.uint8]]:
     keys = [ROOT, *chain_keys(ROOT, tokens, TOKENS_BYTES)]
     kv = np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
     return keys[-1], keys[-2], tokens[-TOKENS_BYTES:], kv
+
+
+def put(tiers: LowerTiers, number: int, device_id: int) -> None:
+    key, parent, tokens, _ = block(number)
+    tiers.put(parent, [key], tokens, [device_id])
 
 
 def disk_of(folder: Path, *, num_records: int = 8, **others: Any) -> DiskTier:
@@ -91,7 +96,7 @@ def test_host_slots() -> None:
         host.unpin(each)
     first, second = (host.find(bytes([i]), b"t") for i in range(2))
     assert first is not None and second is not None and host.find(b"\0", b"u") is None
-    host.use(first)
+    host.use([first.key])
     third = host.take(b"x", b"", b"t")
     assert third is not None and third.slot == second.slot and gone == [b"\1"]
     assert host.get(second.key) is None
@@ -303,10 +308,10 @@ def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
     keys = [block(number)[0] for number in range(3)]
     tokens = b"".join(block(number)[2] for number in range(3))
     for number in range(4):
-        tiers.put(*block(number)[:3], device_id=number + 7)
+        put(tiers, number, number + 7)
     assert tiers.counters.num_lost_blocks == 1, "all slots are being filled"
     stores, loads = tiers.take_transfers(4)
-    assert [copy.source for copy in stores] == [7, 8, 9] and loads == ()
+    assert [copy.source for copy in stores] == [7, 8, 9] and not loads
     for number, copy in enumerate(stores):
         memory[copy.target] = block(number)[3]
     assert tiers.num_found(keys, tokens) == (0, 0)
@@ -318,7 +323,7 @@ def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
     assert tiers.num_found(keys, tokens[::-1]) == (0, 0), "other tokens"
     assert tiers.poll() == [] and tiers.counters.num_written_blocks == 2
     assert tiers.counters.num_unwritten_blocks == 1, "half of the slots wait for the disk"
-    tiers.put(*block(3)[:3], device_id=3)
+    put(tiers, 3, 3)
     tiers.take_transfers(5)
     tiers.drop_transfers()
     tiers.check_invariants()
@@ -330,7 +335,7 @@ def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
     found = tiers.pin(keys[:1])
     assert np.array_equal(memory[found[0].slot], block(0)[3])
     load = tiers.begin_load(found, [5])
-    assert tiers.take_transfers(6) == ((), (BlockCopy(found[0].slot, 5),))
+    assert tiers.take_transfers(6) == (BlockCopies([], []), BlockCopies([found[0].slot], [5]))
     assert tiers.take_loaded((5,)) == [] and tiers.take_loaded((6,)) == [load]
     assert load.is_from_disk == [True] and tiers.stats().so_far.num_dropped_blocks == 1
     again = tiers.begin_load(tiers.pin(keys[:1]), [5])
@@ -348,7 +353,7 @@ def test_where_evicted_blocks_go(tmp_path: Path) -> None:
     tiers = tiers_of(2, tmp_path, block_bytes=BLOCK_BYTES)
     for number in range(12):
         for each in {number, max(0, number - 1)}:  # the one before is there already
-            tiers.put(*block(each)[:3], device_id=1)
+            put(tiers, each, 1)
         tiers.take_transfers(number)
         tiers.stored(number)
         if number != 5:
@@ -366,7 +371,7 @@ def test_nothing_is_written_after_a_reset(tmp_path: Path) -> None:
     """What waited for the disk when all was forgotten does not get there."""
     tiers = tiers_of(4, tmp_path)
     assert tiers.disk is not None
-    tiers.put(*block(0)[:3], device_id=1)
+    put(tiers, 0, 1)
     tiers.take_transfers(1)
     tiers.stored(1)
     tiers.clear()
@@ -414,7 +419,11 @@ def test_evicted_blocks_are_named_by_all_their_tokens() -> None:
         own = cache.allocate(-(-len(ids) // 4) - len(match.block_ids))
         assert own is not None
         held = [*match.block_ids, *own]
-        cache.release(lease, held, tokens[16 * len(match.block_ids) :])
+        first, last = lease.num_blocks, int(random.integers(0, len(ids) // 4 + 1))
+        if last > first and random.random() < 0.8:  # by who knows the keys, or does not
+            keys = cache.chain(tokens, salt)[first:last] if random.random() < 0.5 else None
+            cache.publish(lease, tokens[16 * first : 16 * last], held[first:last], keys)
+        cache.release(lease, held, tokens[16 * lease.num_blocks :])
         for block_id in cache.block_ids():
             assert blocks.ref_count(block_id) == 1
         wanted.update(dict.fromkeys(cache.chain(tokens, salt), 1))
@@ -425,3 +434,90 @@ def test_evicted_blocks_are_named_by_all_their_tokens() -> None:
     assert wanted.keys() >= tiers.host._blocks.keys()
     for each in tiers.host._blocks.values():
         assert chain_keys(each.parent, each.tokens, TOKENS_BYTES) == [each.key]
+
+
+class CountedKeys:
+    """How many keys were made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr("pico_vllm.cache.prefix_cache.chain_keys", self._make)
+
+    def _make(self, parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+        keys = chain_keys(parent, tokens, block_bytes)
+        self.count += len(keys)
+        return keys
+
+    def take(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+def test_keys_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a prompt that is looked up, and no more when it is published, evicted, loaded, cut, and
+    evicted again; what follows it adds its own."""
+    made = CountedKeys(monkeypatch)
+    tiers = tiers_of(64)
+    blocks = BlockManager(16)
+    cache = PrefixCache(blocks, block_size=4, cow_min_tokens=1, tiers=tiers)
+    tokens = np.arange(34, dtype=np.int32).tobytes()  # eight blocks and a tail
+
+    def commit(number: int, loaded: tuple[int, ...] = ()) -> None:
+        tiers.take_transfers(number)
+        cache.transferred(number, loaded)
+        cache.check_invariants()
+        made.take()  # what the check made
+
+    def crowd_out(count: int) -> list[bytes]:
+        """Returns the keys of what goes down."""
+        seen: list[bytes] = []
+        with monkeypatch.context() as patch:
+            put_below = tiers.put
+
+            def put(parent: bytes, keys: list[bytes], *others: Any) -> None:
+                seen.extend(keys)
+                put_below(parent, keys, *others)
+
+            patch.setattr(tiers, "put", put)
+            taken = cache.allocate(blocks.num_free_device_blocks + count)
+        assert taken is not None
+        blocks.free(taken)
+        return seen
+
+    def load(number: int, num_blocks: int) -> None:
+        match = cache.match(tokens, 4 * num_blocks, "")
+        assert cache.begin_load(match, "", 0, tokens, keys[:num_blocks]) is not None
+        tiers.take_transfers(number)
+        cache.transferred(number, (number,))
+
+    keys = cache.chain(tokens, "")
+    assert made.take() == 8
+    lease = cache.acquire(cache.match(tokens, 34, ""), "", 0)
+    held = cache.allocate(9)
+    assert held is not None
+    for first, last in ((0, 3), (3, 7)):
+        of_these = tokens[16 * first : 16 * last]
+        cache.publish(lease, of_these, held[first:last], keys[first:last])
+    assert made.take() == 0
+    commit(0)
+    cache.release(lease, held, tokens[16 * 7 :])
+    # The tail and the block that nobody gave a key for, then a part of an edge.
+    assert crowd_out(4) == [keys[7], keys[5], keys[6]] and made.take() == 1
+    assert crowd_out(1) == [keys[4]] and made.take() == 0
+    commit(1)
+    load(2, 6)
+    assert made.take() == 0
+    commit(3)
+    # Cut where another goes on, which has a block of its own there.
+    other = tokens[: 16 * 5] + b"x" * 16
+    lease = cache.acquire(cache.match(other, 20, "").without_copy(), "", 0)
+    own = cache.allocate(1)
+    assert own is not None and lease.num_blocks == 5
+    cache.release(lease, [*cache.match(other, 20, "").block_ids, *own], other[16 * 5 :])
+    assert made.take() == 0
+    load(4, 8)  # after the part that the cut left
+    assert made.take() == 0
+    commit(5)
+    down = crowd_out(cache.num_available_blocks - blocks.num_free_device_blocks)
+    assert made.take() == 1, "the other's"
+    assert sorted(down) == sorted({*keys, *cache.chain(other, "")})

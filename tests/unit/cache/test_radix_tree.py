@@ -244,3 +244,33 @@ def test_common_tokens(length: int) -> None:
             assert num_common_tokens(one, two) == at
             assert num_common_tokens(one, two + b"1234") == at
             assert num_common_tokens(one, two, at) == 0
+
+
+def test_keys_go_with_their_blocks() -> None:
+    """Whoever puts blocks may give a key for each: cut edges part them, what is evicted takes its
+    own along, and what follows later has others."""
+
+    def chains() -> dict[tuple[int, ...], list[bytes] | None]:
+        return {tuple(each.block_ids): each.chain for each in tree.nodes() if each.block_ids}
+
+    tree = RadixTree(2)
+    keys = [b"a", b"b", b"c", b"d", b"e"]
+    root = tree.lock(read(tree, [0]))
+    end, _ = tree.insert(root, as_tokens(range(10)), [11, 12, 13, 14, 15], keys)
+    assert chains() == {(11, 12, 13, 14, 15): keys} and end.chain is not keys
+    cut = tree.lock(read(tree, [0, 1, 2, 3, 4, 9]))
+    tree.check_invariants()
+    assert chains() == {(11, 12): keys[:2], (13, 14, 15): keys[2:]}
+    other, found = tree.insert(cut, as_tokens([4, 5, 9, 9]), [21, 22], [b"c", b"f"])
+    tree.check_invariants()
+    assert found == [13], "which has its key already"
+    assert chains() == {(11, 12): keys[:2], (13,): [b"c"], (14, 15): keys[3:], (22,): [b"f"]}
+    last, _ = tree.insert(end, as_tokens([7, 7]), [16])
+    assert last.chain is None and end.chain == keys[3:]
+    tree.unlock(last)
+    tree.evict(2)
+    tree.check_invariants()
+    assert chains() == {(11, 12): keys[:2], (13,): [b"c"], (14,): keys[3:4], (22,): [b"f"]}
+    tree.unlock(other)
+    with pytest.raises(AssertionError):
+        tree.insert(tree.lock(read(tree, [9], "s"), "s"), as_tokens([1, 2]), [31], [b"g", b"h"])
