@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +104,7 @@ def bench_engine(
             "startup_from": clock.counts_from,
             **dict.fromkeys(KEYS),
         }
-        for line in (first, *measured):
+        for line in itertools.chain([first], measured):
             lines.add({"id": line["id"], "model": engine.model} | line | facts)
         lines.show()
 

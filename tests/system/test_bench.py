@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from pico_vllm.bench import engine as bench_engine
 from pico_vllm.bench.engine import KEYS
 from pico_vllm.bench.trace import STEP
 from pico_vllm.cli import main
+from pico_vllm.errors import ConfigError
 
 ON_CPU = ["--device", "cpu", "--threads", "1", "--dtype", "float32"]
 
@@ -41,6 +43,29 @@ def test_engine_lines_are_flat_and_kept(
         assert line["config_max_num_seqs"] == 2 and line["config_dtype"] == "float32"
         assert line["threads"] == 1 and line["torch"] and line["cpu"] and line["gpu"] is None
         assert not any(isinstance(value, (dict, list)) for value in line.values())
+
+
+def test_lines_go_out_as_soon_as_they_are_measured(
+    tiny_model: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was measured before an error is printed and kept."""
+    seen = []
+
+    def measure_one_and_fail(*_: Any, **__: Any) -> Any:
+        seen.append(json_lines(capsys.readouterr().out))
+        yield dict.fromkeys(KEYS) | {"id": "one"}
+        seen.append(json_lines(capsys.readouterr().out))
+        raise ConfigError("no second one", param="model")
+
+    monkeypatch.setattr(bench_engine, "run_workloads", measure_one_and_fail)
+    record = tmp_path / "tiny.jsonl"
+    command = ["bench", "engine", "--model", str(tiny_model.folder), "--only", "cpu-decode-b1"]
+    assert main.run([*command, "--json", "--record", str(record), *ON_CPU]) == 1
+    assert [[line["id"] for line in lines] for lines in seen] == [["startup"], ["one"]]
+    assert [line["id"] for line in json_lines(record.read_text())] == ["startup", "one"]
 
 
 @pytest.mark.parametrize(
