@@ -16,7 +16,7 @@ from pico_vllm.step import NewBlocks, NewRow, StepPlan
 def _builder() -> DeviceBatchBuilder:
     return DeviceBatchBuilder(
         max_num_seqs=4, max_model_len=64, max_num_batched_tokens=16, block_size=8, vocab_size=300,
-        device=torch.device("cpu"),
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
     )  # fmt: skip
 
 
