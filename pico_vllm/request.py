@@ -45,7 +45,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
-    """Logical block ids in token order."""
+    """Of the device pool, in token order."""
     row: int = -1
     """Row of the runner's batch state while running."""
     place: tuple[int, int] = (0, 0)

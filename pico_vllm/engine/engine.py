@@ -280,8 +280,7 @@ class Engine:
                 self._runner.wait_for_transfers()
 
     def _wait_for_step_in_flight(self) -> None:
-        """Launches that failed have taken their turns of pinned memory too: the step before them
-        must have left it."""
+        """A launch that failed may have been under way too: the step before it is over first."""
         if self._in_flight is not None:
             with suppress(Exception):  # told when its turn comes
                 self._in_flight[1].result()

@@ -131,7 +131,7 @@ def profile_activations(
     """
     from pico_vllm.engine.cuda_graph import MAX_EXTEND_TOKENS
     from pico_vllm.engine.device_batch import Shape, fresh_shape
-    from pico_vllm.kernels.paged_prefill import MAX_SPLIT_TOKENS
+    from pico_vllm.kernels.paged_prefill import MOST_ROWS_OF_SMALL_TILES
 
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
     one_block = replace(config, num_kv_blocks=1)
@@ -146,8 +146,10 @@ def profile_activations(
         largest = Shape(tokens, rows, is_decode=False)
         in_graph = min(tokens, MAX_EXTEND_TOKENS)
         largest_in_graph = Shape(in_graph, min(rows, in_graph), is_decode=False)
-        # Prompts' attention has a kernel for keys in splits and one for those that are whole.
-        short, medium = min(tokens, 128), min(tokens, 2 * MAX_SPLIT_TOKENS)
+        # Prompts' attention has small tiles with keys in splits, and with those that are whole, of
+        # which the most tokens are certain to be.
+        most = (MOST_ROWS_OF_SMALL_TILES - 1) // model_config.num_heads
+        short, medium = min(tokens, 128), min(tokens, most)
         of_first_answer = fresh_shape(min(tokens, 16), 1), Shape(1, 1, is_decode=True)
         runner.compile(
             (

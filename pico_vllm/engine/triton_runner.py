@@ -131,13 +131,17 @@ class PendingStep:
         return 1 if ids[-1] == NOT_YET else np.count_nonzero(ids == NOT_YET)
 
 
-class PendingLoads:
-    """Of a plan without requests: somebody waits for loads alone."""
+class PendingTransfers:
+    """Of a plan without requests: its stores, and loads that somebody waits for."""
 
-    def __init__(self, tiers: TierStreams) -> None:
+    def __init__(self, plan: StepPlan, tiers: TierStreams) -> None:
+        self._plan = plan
         self._tiers = tiers
 
     def result(self) -> StepResult:
+        if self._plan.stores:
+            # No step comes behind them whose end would be theirs.
+            self._tiers.wait_for_stores()
         loaded = self._tiers.take_loaded(waits=True)
         return StepResult(token_ids=np.zeros(0, np.int64), loaded=loaded)
 
@@ -213,7 +217,7 @@ class TritonRunner:
         if self._tiers is not None:
             self._tiers.launch(plan)
             if not len(plan.rows):
-                return PendingLoads(self._tiers)
+                return PendingTransfers(plan, self._tiers)
         for new in plan.new_rows:
             self._sampling.enter(new)
             self._prompt_logprobs.start(new)

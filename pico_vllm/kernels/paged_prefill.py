@@ -48,6 +48,8 @@ MAX_PROMPT_SPLITS = 32
 MOST_SPLIT_PROGRAMS = 2 * NUM_MULTIPROCESSORS
 """That the tiles of tokens are cut into where they are fewer: all of them run at once. Requests
 that decode have tiles beside these, mostly of few keys."""
+MOST_ROWS_OF_SMALL_TILES = 128 * NUM_MULTIPROCESSORS
+"""Tokens times query heads, from which on tiles are large."""
 FEW_ROUNDS = 8
 """Keys of no more rounds are not cut. On an H200, us a layer of 12 query and 2 KV heads of 128, 48
 tokens behind 144 / 512 / 2,083 / 8,192: not cut 6.9 / 13.2 / 49.8 / 179, in 16 splits 11.9 / 12.4 /
@@ -401,7 +403,7 @@ def choose_config(
         return PrefillConfig(block_m=32, block_n=block_n, num_warps=8, num_stages=1)
     # Large tiles read the KV less often; small ones while there are not enough for all of some 132
     # multiprocessors.
-    if num_tokens * num_heads < 128 * NUM_MULTIPROCESSORS:
+    if num_tokens * num_heads < MOST_ROWS_OF_SMALL_TILES:
         num_warps = 4 if head_dim <= 128 else 8
         return PrefillConfig(block_m=64, block_n=64, num_warps=num_warps, num_stages=2)
     if head_dim == 128 and has_new:

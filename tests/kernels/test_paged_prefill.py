@@ -19,6 +19,7 @@ from pico_vllm.kernels.paged_prefill import (
     FEW_ROUNDS,
     MAX_PROMPT_SPLITS,
     MAX_SPLIT_TOKENS,
+    MOST_ROWS_OF_SMALL_TILES,
     MOST_SPLIT_PROGRAMS,
     PrefillConfig,
     PrefillScratch,
@@ -524,3 +525,15 @@ def test_offsets_beyond_two_to_the_31() -> None:
         scale=0.125,
     )  # fmt: skip
     torch.testing.assert_close(out.float(), expected, atol=1.6e-2, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(12, 2), (16, 8), (32, 8), (64, 8), (40, 8)]
+)
+def test_the_most_tokens_of_small_tiles_are_not_cut(num_heads: int, num_kv_heads: int) -> None:
+    """By which a start compiles that kernel."""
+    num_tokens = (MOST_ROWS_OF_SMALL_TILES - 1) // num_heads
+    for has_new in (False, True):
+        config = choose_config(num_tokens, num_heads, 128, torch.bfloat16, has_new=has_new)
+        assert config.block_m == 64 and not config.uses_new
+        assert split_further(config, num_tokens, num_heads, num_kv_heads) == config

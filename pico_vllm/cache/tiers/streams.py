@@ -88,6 +88,12 @@ class TierStreams:
             done.append(number)
         return tuple(done)
 
+    def wait_for_stores(self) -> None:
+        """Those of plans that were launched: a result of such a plan says that they are over. A
+        plan with a forward pass need not ask, as that waits for them."""
+        if self._is_cuda:
+            self._store_stream.synchronize()
+
     def wait(self) -> None:
         """Let all end; nobody is told of the loads."""
         if self._is_cuda:

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pico_vllm.engine import triton_runner
-from pico_vllm.engine.triton_runner import NOT_YET, PendingStep
-from pico_vllm.step import BAD_LOGITS, NO_TOKEN, StepPlan
+from pico_vllm.engine.triton_runner import NOT_YET, PendingStep, PendingTransfers
+from pico_vllm.step import BAD_LOGITS, NO_COPIES, NO_TOKEN, BlockCopies, StepPlan
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +66,31 @@ def test_a_device_that_failed() -> None:
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
         _pending(np.array([NOT_YET]), fail).result()
+
+
+class _Streams:
+    """Tiers whose copies take until they are waited for."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[str] = []
+
+    def wait_for_stores(self) -> None:
+        self.waited_for.append("stores")
+
+    def take_loaded(self, *, waits: bool = False) -> tuple[int, ...]:
+        self.waited_for += ["loads"] * waits
+        return (3,)
+
+
+@pytest.mark.parametrize("stores", [NO_COPIES, BlockCopies([1], [2])])
+def test_stores_without_a_step_are_over_when_there_is_a_result(stores: BlockCopies) -> None:
+    """Whoever has the result reads their host memory."""
+    none = np.zeros(0, np.int32)
+    plan = StepPlan(
+        request_ids=(), rows=none, context_lens=none, query_lens=none,
+        is_sampled=none.astype(np.bool_), num_decodes=0, stores=stores,
+    )  # fmt: skip
+    streams = _Streams()
+    result = PendingTransfers(plan, streams).result()  # type: ignore[arg-type]
+    assert streams.waited_for == ["stores", "loads"][not stores :]
+    assert result.loaded == (3,) and len(result.token_ids) == 0
