@@ -34,7 +34,8 @@ from pico_vllm.layers.plain import PlainLayers
 
 MAX_SMALL_ROWS = 24
 """Of small_linear where there is hopper_split_k. On an H200 a step of Qwen2.5-1.5B at 32 / 48 / 64
-requests takes 1.48 / 1.44 / 1.51 ms, with small_linear up to 64 rows 1.53 / 1.68 / 1.76."""
+requests takes 1.48 / 1.44 / 1.51 ms, with small_linear up to 64 rows 1.53 (of another run) /
+1.68 / 1.76."""
 MAX_ROWS_IN_PARTS = 256
 MAX_PARTS = 5
 MIN_PART = 512
