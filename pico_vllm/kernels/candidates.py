@@ -1,13 +1,14 @@
 """A row of logits in scratch memory, and the list of its largest: what choosing from a long row
 without sorting it begins with.
 
-    R requests, V tokens, C = V rounded up to whole blocks, L = BLOCK_V entries of a list
+    R requests, V tokens, C = V rounded up to whole blocks, L = LIST_DEPTH BLOCK_V entries of a list
 
 Tokens rank by logit, the lower id first among equals. A key is a logit as an integer of the same
 order. Columns from V on, and what a list does not fill, hold minus infinity: loops need no mask.
 
 A lane is every BLOCK_V-th token. The k-th largest of the lanes' largest is a lower bound of the
-k-th largest token: what reaches it is little more than k tokens and fits into a list.
+k-th largest token: what reaches it is little more than k tokens, few in each lane. The list has
+LIST_DEPTH entries a lane, so that each lane counts its own and no thread waits for another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_V = 4096
-"""Logits that a program takes at a time; also lanes, and entries of a list."""
+"""Logits that a program takes at a time; also lanes."""
+LIST_DEPTH = tl.constexpr(4)
+"""Most tokens of a lane that a list takes."""
 NUM_STAGES = tl.constexpr(3)
 """Blocks under way in loops over a row: a program waits for memory, not for its arithmetic."""
 LOWEST_KEY = tl.constexpr(-(2**31))
@@ -44,8 +47,9 @@ class RowScratch:
 
     @classmethod
     def allocate(cls, max_requests: int, vocab_size: int, device: torch.device) -> RowScratch:
-        values = torch.empty((max_requests, num_columns(vocab_size) + BLOCK_V), device=device)
-        ids = torch.empty((max_requests, BLOCK_V), dtype=torch.int32, device=device)
+        listed = LIST_DEPTH.value * BLOCK_V
+        values = torch.empty((max_requests, num_columns(vocab_size) + listed), device=device)
+        ids = torch.empty((max_requests, listed), dtype=torch.int32, device=device)
         return cls(values, ids)
 
     @property
@@ -72,8 +76,31 @@ def is_above(keys, ids, key, token_id):
 
 
 @triton.jit
-def _without_minus_zero(x):
+def without_minus_zero(x):
     return tl.where(x == 0.0, 0.0, x)
+
+
+@triton.jit
+def load_last(row_ptr, start, num_values, BLOCK_V: tl.constexpr):
+    """Of a row's last block, minus infinity past its end."""
+    v = start + tl.arange(0, BLOCK_V)
+    x = tl.load(row_ptr + v, mask=v < num_values, other=MINUS_INFINITY)
+    return without_minus_zero(x.to(tl.float32))
+
+
+@triton.jit
+def find_lanes(row_ptr, num_values, BLOCK_V: tl.constexpr):
+    """The lanes' largest."""
+    v = tl.arange(0, BLOCK_V)
+    lanes = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
+    num_full = num_values // BLOCK_V * BLOCK_V
+    # A load without a mask is several times wider.
+    for start in tl.range(0, num_full, BLOCK_V, num_stages=NUM_STAGES):
+        x = without_minus_zero(tl.load(row_ptr + start + v).to(tl.float32))
+        lanes = tl.maximum(lanes, x)
+    if num_full < num_values:
+        lanes = tl.maximum(lanes, load_last(row_ptr, num_full, num_values, BLOCK_V))
+    return lanes
 
 
 @triton.jit
@@ -84,17 +111,14 @@ def keep_logits(logits_ptr, row_ptr, num_columns, vocab_size, threshold, BLOCK_V
     lanes = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
     num_above = tl.zeros((BLOCK_V,), tl.int32)
     num_full = vocab_size // BLOCK_V * BLOCK_V
-    # A load without a mask is several times wider.
     for start in tl.range(0, num_full, BLOCK_V, num_stages=NUM_STAGES):
-        x = _without_minus_zero(tl.load(logits_ptr + start + v).to(tl.float32))
+        x = without_minus_zero(tl.load(logits_ptr + start + v).to(tl.float32))
         tl.store(row_ptr + start + v, x)
         lanes = tl.maximum(lanes, x)
         num_above += (x > threshold).to(tl.int32)
-    for start in range(num_full, num_columns, BLOCK_V):
-        is_token = start + v < vocab_size
-        x = tl.load(logits_ptr + start + v, mask=is_token, other=MINUS_INFINITY).to(tl.float32)
-        x = _without_minus_zero(x)
-        tl.store(row_ptr + start + v, x)
+    if num_full < num_columns:
+        x = load_last(logits_ptr, num_full, vocab_size, BLOCK_V)
+        tl.store(row_ptr + num_full + v, x)
         lanes = tl.maximum(lanes, x)
         num_above += (x > threshold).to(tl.int32)
     tl.debug_barrier()
@@ -116,29 +140,50 @@ def lane_bound(lanes, k, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def list_largest(
-    row_ptr, num_columns, bound, largest, per_temperature, list_ptr, list_ids_ptr,
+def _list_block(
+    x, start, bound, largest, per_temperature, masses, counts, list_ptr, list_ids_ptr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens whose key is at least `bound`, in order of ids. Returns how many they are:
-    more than BLOCK_V did not all fit; and the mass of the row relative to its largest logit."""
     v = tl.arange(0, BLOCK_V)
-    tl.store(list_ptr + v, tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32))
-    tl.store(list_ids_ptr + v, v * 0 + 0x7FFFFFFF)
-    tl.debug_barrier()
+    masses += tl.exp((x - largest) * per_temperature)
+    is_listed = (to_key(x) >= bound) & (x > MINUS_INFINITY)
+    at = counts * BLOCK_V + v
+    fits = is_listed & (counts < LIST_DEPTH)
+    tl.store(list_ptr + at, x, mask=fits)
+    tl.store(list_ids_ptr + at, start + v, mask=fits)
+    return masses, counts + is_listed.to(tl.int32)
+
+
+@triton.jit
+def list_largest(
+    row_ptr, num_values, bound, largest, per_temperature, list_ptr, list_ids_ptr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """List the tokens whose key is at least `bound`. Returns how many entries that takes, in whole
+    blocks: with more than LIST_DEPTH of them not all tokens are there; and the mass of the row
+    relative to its largest logit."""
+    v = tl.arange(0, BLOCK_V)
     masses = tl.zeros((BLOCK_V,), tl.float32)
-    count = 0
-    for start in tl.range(0, num_columns, BLOCK_V, num_stages=NUM_STAGES):
-        x = tl.load(row_ptr + start + v)
-        masses += tl.exp((x - largest) * per_temperature)
-        is_listed = (to_key(x) >= bound) & (x > MINUS_INFINITY)
-        places = count + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
-        fits = is_listed & (places < BLOCK_V)
-        tl.store(list_ptr + places, x, mask=fits)
-        tl.store(list_ids_ptr + places, start + v, mask=fits)
-        count += tl.sum(is_listed.to(tl.int32), axis=0)
+    counts = tl.zeros((BLOCK_V,), tl.int32)
+    num_full = num_values // BLOCK_V * BLOCK_V
+    for start in tl.range(0, num_full, BLOCK_V, num_stages=NUM_STAGES):
+        x = without_minus_zero(tl.load(row_ptr + start + v).to(tl.float32))
+        masses, counts = _list_block(
+            x, start, bound, largest, per_temperature, masses, counts, list_ptr, list_ids_ptr,
+            BLOCK_V,
+        )  # fmt: skip
+    if num_full < num_values:
+        x = load_last(row_ptr, num_full, num_values, BLOCK_V)
+        masses, counts = _list_block(
+            x, num_full, bound, largest, per_temperature, masses, counts, list_ptr, list_ids_ptr,
+            BLOCK_V,
+        )  # fmt: skip
+    for i in tl.static_range(LIST_DEPTH):
+        at, is_free = i * BLOCK_V + v, counts <= i
+        tl.store(list_ptr + at, tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32), mask=is_free)
+        tl.store(list_ids_ptr + at, v * 0 + 0x7FFFFFFF, mask=is_free)
     tl.debug_barrier()
-    return count, tl.sum(masses, axis=0)
+    return tl.max(counts, axis=0) * BLOCK_V, tl.sum(masses, axis=0)
 
 
 @triton.jit

@@ -26,18 +26,22 @@ from torch import Tensor
 
 from pico_vllm.kernels import candidates
 from pico_vllm.kernels.candidates import (
+    LIST_DEPTH,
     LOWEST_KEY,
     MINUS_INFINITY,
     NUM_STAGES,
     RowScratch,
     check_scratch,
+    find_lanes,
     from_key,
     is_above,
     keep_logits,
     lane_bound,
     list_largest,
     load_candidates,
+    load_last,
     to_key,
+    without_minus_zero,
 )
 from pico_vllm.kernels.head_sample import (
     BAD_LOGITS,
@@ -140,50 +144,79 @@ def _penalised(x, count, repetition, frequency, presence):
 
 
 @triton.jit
-def _adjust(
-    row_ptr, num_columns, numbers_ptr, logits_ptr, counts_ptr, bias_ids_ptr, biases_ptr,
+def _keep_penalised(
+    logits_ptr, row_ptr, counts_ptr, num_columns, vocab_size, repetition, frequency, presence,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """As keep_logits. What lies in the count of no token does not matter."""
+    v = tl.arange(0, BLOCK_V)
+    lanes = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
+    num_full = vocab_size // BLOCK_V * BLOCK_V
+    for start in tl.range(0, num_full, BLOCK_V, num_stages=NUM_STAGES):
+        x = tl.load(logits_ptr + start + v).to(tl.float32)
+        count = tl.load(counts_ptr + start + v)
+        x = _penalised(x, count, repetition, frequency, presence)
+        tl.store(row_ptr + start + v, x)
+        lanes = tl.maximum(lanes, x)
+    if num_full < num_columns:
+        x = load_last(logits_ptr, num_full, vocab_size, BLOCK_V)
+        count = tl.load(counts_ptr + num_full + v, mask=num_full + v < vocab_size, other=0)
+        x = _penalised(x, count, repetition, frequency, presence)
+        tl.store(row_ptr + num_full + v, x)
+        lanes = tl.maximum(lanes, x)
+    tl.debug_barrier()
+    return lanes
+
+
+@triton.jit
+def _keep_adjusted(
+    logits_ptr, row_ptr, num_columns, numbers_ptr, counts_ptr, bias_ids_ptr, biases_ptr,
     ending_ids_ptr, num_ending_ids, vocab_size, BLOCK_V: tl.constexpr, BLOCK_IDS: tl.constexpr,
 ):  # fmt: skip
-    """Logit biases, penalties and masks on the row; returns the lanes' largest then."""
+    """Copy a row to scratch memory with logit biases, penalties and masks; returns the lanes'
+    largest of that."""
     has_penalties = tl.load(numbers_ptr + HAS_PENALTIES) != 0
     repetition = tl.load(numbers_ptr + REPETITION).to(tl.float32, bitcast=True)
     frequency = tl.load(numbers_ptr + FREQUENCY).to(tl.float32, bitcast=True)
     presence = tl.load(numbers_ptr + PRESENCE).to(tl.float32, bitcast=True)
     num_biases = tl.load(numbers_ptr + NUM_BIASES)
-    v = tl.arange(0, BLOCK_V)
+    if has_penalties:
+        lanes = _keep_penalised(
+            logits_ptr, row_ptr, counts_ptr, num_columns, vocab_size, repetition, frequency,
+            presence, BLOCK_V,
+        )  # fmt: skip
+    else:
+        lanes, _ = keep_logits(
+            logits_ptr, row_ptr, num_columns, vocab_size, MINUS_INFINITY, BLOCK_V
+        )
     i = tl.arange(0, BLOCK_IDS)
     for start in range(0, num_biases, BLOCK_IDS):
         is_there = start + i < num_biases
         ids = tl.load(bias_ids_ptr + start + i, mask=is_there, other=0)
         biases = tl.load(biases_ptr + start + i, mask=is_there, other=0.0)
-        x = tl.load(logits_ptr + ids).to(tl.float32) + biases
-        tl.store(row_ptr + ids, tl.where(x == 0.0, 0.0, x), mask=is_there)
+        x = without_minus_zero(tl.load(logits_ptr + ids).to(tl.float32) + biases)
+        if has_penalties:
+            x = _penalised(x, tl.load(counts_ptr + ids), repetition, frequency, presence)
+        tl.store(row_ptr + ids, x, mask=is_there)
     tl.debug_barrier()
-    if has_penalties:
-        for start in tl.range(0, num_columns, BLOCK_V, num_stages=NUM_STAGES):
-            x = tl.load(row_ptr + start + v)
-            count = tl.load(counts_ptr + start + v)
-            x = _penalised(x, count, repetition, frequency, presence)
-            # No token: no matter what lies in its count.
-            x = tl.where(start + v < vocab_size, x, MINUS_INFINITY)
-            tl.store(row_ptr + start + v, x)
-        tl.debug_barrier()
     for start in range(0, num_ending_ids, BLOCK_IDS):
         is_there = start + i < num_ending_ids
         ids = tl.load(ending_ids_ptr + start + i, mask=is_there, other=0)
         tl.store(row_ptr + ids, tl.full((BLOCK_IDS,), MINUS_INFINITY, tl.float32), mask=is_there)
     tl.debug_barrier()
-    lanes = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
-    for start in tl.range(0, num_columns, BLOCK_V, num_stages=NUM_STAGES):
-        lanes = tl.maximum(lanes, tl.load(row_ptr + start + v))
+    if num_biases + num_ending_ids > 0:
+        lanes = find_lanes(row_ptr, num_columns, BLOCK_V)
     return lanes
 
 
 @triton.jit
-def _cut_after(values_ptr, list_ids_ptr, num_values, is_list, k, BLOCK_V: tl.constexpr):
+def _cut_after(
+    values_ptr, list_ids_ptr, num_values, is_list, k, num_columns, BLOCK_V: tl.constexpr
+):
     """Key and id of which exactly k tokens are above."""
     key = tl.full((), LOWEST_KEY, tl.int64)
     num_above = 0
+    num_reaching = 0
     for i in range(32):
         trial = key + (tl.full((), 1, tl.int64) << (31 - i))
         counts = tl.zeros((BLOCK_V,), tl.int32)
@@ -192,20 +225,27 @@ def _cut_after(values_ptr, list_ids_ptr, num_values, is_list, k, BLOCK_V: tl.con
             counts += (keys >= trial.to(tl.int32)).to(tl.int32)
         count = tl.sum(counts, axis=0)
         key = tl.where(count >= k, trial, key)
+        num_reaching = tl.where(count >= k, count, num_reaching)
         num_above = tl.where(count >= k, num_above, count)
     kth_key = key.to(tl.int32)
-    # Of the tokens equal to the k-th those of lower ids: num_above have larger keys.
-    num_equal = k - num_above
-    num_before = 0
-    last_id = 0x7FFFFFFE
-    for start in range(0, num_values, BLOCK_V):
-        x, ids = load_candidates(values_ptr, list_ids_ptr, start, is_list, BLOCK_V)
-        is_equal = to_key(x) == kth_key
-        order = num_before + tl.cumsum(is_equal.to(tl.int32), axis=0)
-        found = tl.where(is_equal & (order == num_equal), ids, 0x7FFFFFFE)
-        last_id = tl.minimum(last_id, tl.min(found, axis=0))
-        num_before += tl.sum(is_equal.to(tl.int32), axis=0)
-    return kth_key, last_id + 1
+    cut_id = 0x7FFFFFFF
+    if num_reaching > k:
+        # Of the tokens equal to the k-th those of lower ids. The largest id below which there are
+        # fewer than that many of them is the last one's.
+        last_id = 0
+        step = 1
+        while step < num_columns:
+            step *= 2
+        while step > 0:
+            counts = tl.zeros((BLOCK_V,), tl.int32)
+            for start in range(0, num_values, BLOCK_V):
+                x, ids = load_candidates(values_ptr, list_ids_ptr, start, is_list, BLOCK_V)
+                is_below = (to_key(x) == kth_key) & (ids < last_id + step)
+                counts += is_below.to(tl.int32)
+            last_id = tl.where(tl.sum(counts, axis=0) < k - num_above, last_id + step, last_id)
+            step >>= 1
+        cut_id = last_id + 1
+    return kth_key, cut_id
 
 
 @triton.jit
@@ -225,13 +265,14 @@ def _mass_above(
 @triton.jit
 def _draw(
     values_ptr, list_ids_ptr, num_values, is_list, key, token_id, is_sampled, largest,
-    per_temperature, seed, position, sample, BLOCK_V: tl.constexpr,
+    per_temperature, log_min_p, seed, position, sample, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The best score among what ranks above a token, and there the lowest id."""
+    """The best score among what ranks above a token and has min-p, and there the lowest id."""
     best = tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32)
     best_ids = tl.full((BLOCK_V,), 0x7FFFFFFF, tl.int32)
     for start in range(0, num_values, BLOCK_V):
         x, ids = load_candidates(values_ptr, list_ids_ptr, start, is_list, BLOCK_V)
+        distances = (x - largest) * per_temperature
         scores = x
         if is_sampled:
             if is_list:
@@ -239,12 +280,23 @@ def _draw(
             else:
                 noise = gumbel_noise(start, seed, position, sample, BLOCK_V)
             # The largest has a finite score, so there is always a best one.
-            scores = (x - largest) * per_temperature + noise
-        is_better = is_above(to_key(x), ids, key, token_id) & (scores > best)
+            scores = distances + noise
+        is_better = is_above(to_key(x), ids, key, token_id) & (distances >= log_min_p)
+        is_better &= scores > best
         best = tl.where(is_better, scores, best)
         best_ids = tl.where(is_better, ids, best_ids)
     best_ids = tl.where(best == tl.max(best, axis=0), best_ids, 0x7FFFFFFF)
     return tl.min(best_ids, axis=0)
+
+
+@triton.jit
+def _logit_of(token_id, logits_ptr, values_ptr, is_adjusted):
+    """As it was kept, where it was adjusted."""
+    if is_adjusted:
+        x = tl.load(values_ptr + token_id)
+    else:
+        x = without_minus_zero(tl.load(logits_ptr + token_id).to(tl.float32))
+    return x
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
@@ -283,15 +335,17 @@ def _full_sample_kernel(
     per_temperature = 1.0 / tl.where(is_sampled, temperature, 1.0)
     logits_ptr += r * row_stride
     counts_ptr += row * counts_stride
-    values_ptr += r * (num_columns + BLOCK_V)
-    list_ids_ptr += r * BLOCK_V
-    lanes, _ = keep_logits(logits_ptr, values_ptr, num_columns, vocab_size, MINUS_INFINITY, BLOCK_V)
+    values_ptr += r * (num_columns + LIST_DEPTH * BLOCK_V)
+    list_ids_ptr += r * (LIST_DEPTH * BLOCK_V)
+    # Rows that nothing is added to are read where they are.
     if is_adjusted:
-        lanes = _adjust(
-            values_ptr, num_columns, numbers_ptr, logits_ptr, counts_ptr,
+        lanes = _keep_adjusted(
+            logits_ptr, values_ptr, num_columns, numbers_ptr, counts_ptr,
             bias_ids_ptr + row * MAX_BIASES, biases_ptr + row * MAX_BIASES,
             ending_ids_ptr + row * MAX_ENDING_IDS, num_ending_ids, vocab_size, BLOCK_V, BLOCK_IDS,
         )  # fmt: skip
+    else:
+        lanes = find_lanes(logits_ptr, vocab_size, BLOCK_V)
     largest = tl.max(lanes, axis=0)
     # Also where all tokens are masked.
     is_bad = (largest == MINUS_INFINITY) | (largest == float("inf"))
@@ -309,24 +363,36 @@ def _full_sample_kernel(
         list_ptr = values_ptr + num_columns
         wanted = tl.where(top_k > 0, top_k, tl.maximum(BLOCK_V // GUESS_LANES, 1))
         bound = lane_bound(lanes, wanted, BLOCK_V)
-        num_listed, total = list_largest(
-            values_ptr, num_columns, bound, largest, per_temperature, list_ptr, list_ids_ptr,
-            BLOCK_V,
-        )  # fmt: skip
+        if is_adjusted:
+            num_listed, total = list_largest(
+                values_ptr, num_columns, bound, largest, per_temperature, list_ptr, list_ids_ptr,
+                BLOCK_V,
+            )  # fmt: skip
+        else:
+            num_listed, total = list_largest(
+                logits_ptr, vocab_size, bound, largest, per_temperature, list_ptr, list_ids_ptr,
+                BLOCK_V,
+            )  # fmt: skip
         # With top-k the list holds all k. Without, all that may be kept, if it has the mass of
         # top-p or what ranks below it is too small for min-p.
-        listed_mass = _mass_above(
-            list_ptr, list_ids_ptr, BLOCK_V, True, LOWEST_KEY, 0, largest, per_temperature, BLOCK_V
-        )
-        has_all = (top_k > 0) | (listed_mass >= top_p * total)
-        has_all = has_all | ((from_key(bound) - largest) * per_temperature < log_min_p)
-        is_list = (num_listed <= BLOCK_V) & has_all
-        num_values = tl.where(is_list, BLOCK_V, num_columns)
-        source = tl.where(is_list, num_columns, 0)
+        has_all = (top_k > 0) | ((from_key(bound) - largest) * per_temperature < log_min_p)
+        is_list = num_listed <= LIST_DEPTH * BLOCK_V
+        if is_list & (has_all == 0):
+            listed_mass = _mass_above(
+                list_ptr, list_ids_ptr, num_listed, True, LOWEST_KEY, 0, largest, per_temperature,
+                BLOCK_V,
+            )  # fmt: skip
+            has_all = listed_mass >= top_p * total
+        is_list &= has_all
+        if is_list:
+            num_values = num_listed
+            source = num_columns
+        elif not is_adjusted:
+            keep_logits(logits_ptr, values_ptr, num_columns, vocab_size, MINUS_INFINITY, BLOCK_V)
         if top_k > 0:
             cut_key, cut_id = _cut_after(
                 values_ptr + tl.multiple_of(source, 16), list_ids_ptr, num_values, is_list, top_k,
-                BLOCK_V,
+                num_columns, BLOCK_V,
             )  # fmt: skip
             total = _mass_above(
                 values_ptr + tl.multiple_of(source, 16), list_ids_ptr, num_values, is_list,
@@ -335,28 +401,29 @@ def _full_sample_kernel(
     source_ptr = values_ptr + tl.multiple_of(source, 16)
 
     candidate = tl.maximum(candidate, 0)
-    key = to_key(tl.load(values_ptr + candidate))
-    is_there = is_above(key, candidate, cut_key, cut_id)
+    x = _logit_of(candidate, logits_ptr, values_ptr, is_adjusted)
+    is_there = is_above(to_key(x), candidate, cut_key, cut_id)
     must_draw = is_adjusted | (is_there == 0)
     is_searching = is_bad == 0
     while is_searching:
         if must_draw:
             candidate = _draw(
                 source_ptr, list_ids_ptr, num_values, is_list, cut_key, cut_id, is_sampled,
-                largest, per_temperature, seed, position, sample, BLOCK_V,
+                largest, per_temperature, log_min_p, seed, position, sample, BLOCK_V,
             )  # fmt: skip
             candidate = tl.minimum(candidate, vocab_size - 1)
         must_draw = position >= 0  # True
-        x = tl.load(values_ptr + candidate)
+        x = _logit_of(candidate, logits_ptr, values_ptr, is_adjusted)
         cut_key, cut_id = to_key(x), candidate
         is_searching = (x - largest) * per_temperature < log_min_p
-        if top_p < 1.0:
+        # Without min-p its mass does not matter: there is another draw.
+        if (top_p < 1.0) & (is_searching == 0):
             mass = _mass_above(
                 source_ptr, list_ids_ptr, num_values, is_list, cut_key, cut_id, largest,
                 per_temperature, BLOCK_V,
             )  # fmt: skip
             # The largest has nothing above it, whatever p rounds to.
-            is_searching = is_searching | ((mass >= top_p * total) & (mass > 0.0))
+            is_searching = (mass >= top_p * total) & (mass > 0.0)
 
     tl.store(out_ptr + r, tl.where(is_bad, BAD_LOGITS, candidate).to(tl.int64))
     tl.store(last_tokens_ptr + row, tl.where(is_bad, 0, candidate).to(tl.int64))

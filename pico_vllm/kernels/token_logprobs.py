@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pico_vllm.kernels import candidates
 from pico_vllm.kernels.candidates import (
+    LIST_DEPTH,
     RowScratch,
     check_scratch,
     from_key,
@@ -89,8 +90,8 @@ def _token_logprobs_kernel(
 
     num_top = tl.minimum(tl.minimum(num_top, MAX_TOP), vocab_size)
     logits_ptr += r * row_stride
-    values_ptr += r * (num_columns + BLOCK_V)
-    list_ids_ptr += r * BLOCK_V
+    values_ptr += r * (num_columns + LIST_DEPTH * BLOCK_V)
+    list_ids_ptr += r * (LIST_DEPTH * BLOCK_V)
     out_ptr += r * (FIRST_TOP + 2 * MAX_TOP)
     x_chosen = tl.load(logits_ptr + chosen).to(tl.float32)
     lanes, num_larger = keep_logits(
@@ -107,8 +108,8 @@ def _token_logprobs_kernel(
     tl.store(out_ptr + CHOSEN, logprob.to(tl.int32, bitcast=True))
     tl.store(out_ptr + RANK, tl.sum(num_larger, axis=0) + 1)
 
-    is_list = num_listed <= BLOCK_V
-    num_values = tl.where(is_list, BLOCK_V, num_columns)
+    is_list = num_listed <= LIST_DEPTH * BLOCK_V
+    num_values = tl.where(is_list, num_listed, num_columns)
     source_ptr = values_ptr + tl.multiple_of(tl.where(is_list, num_columns, 0), 16)
     key = tl.full((), 0x7FFFFFFF, tl.int32)
     token_id = tl.full((), 0, tl.int32)

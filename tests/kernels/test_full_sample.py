@@ -208,15 +208,18 @@ def test_the_lists_are_large_enough_or_not_needed(monkeypatch: pytest.MonkeyPatc
 
 def test_ties_at_the_cut_go_to_the_lower_id() -> None:
     """Among equal logits top-k and top-p keep the lowest ids, also where all are equal."""
-    flat = torch.zeros(4, 500)
-    flat[3, 250:] = 1.0
+    flat = torch.zeros(6, 500)
+    flat[3, 250:] = flat[5, [130, 499]] = 1.0
     asked = [
         {"temperature": 2.0, "top_k": 3},
         {"temperature": 2.0, "top_k": 100},
         {"temperature": 2.0, "top_p": 0.01},
         {"temperature": 0.001, "top_k": 5},
+        # No other token is kept: of all, none of which is listed, and of two that are.
+        {"temperature": 2.0, "top_k": 1},
+        {"temperature": 2.0, "top_k": 1},
     ]
-    limits = [(0, 3), (0, 100), (0, 6), (250, 255)]
+    limits = [(0, 3), (0, 100), (0, 6), (250, 255), (0, 1), (130, 131)]
     for shift in range(2):
         rows = Rows(flat, asked, 500)
         rows.seeds += shift
@@ -224,6 +227,28 @@ def test_ties_at_the_cut_go_to_the_lower_id() -> None:
         assert found == rows.wanted()
         for token_id, (low, high) in zip(found, limits, strict=True):
             assert low <= token_id < high
+
+
+def test_what_adjustments_took_away_is_not_the_largest() -> None:
+    """Where the largest logits are lowered, also those of the last ids, filters keep the largest of
+    what is left."""
+    V = 330
+    logits = random_logits(4, V, 3)
+    logits[:, [0, 70, 200, V - 1]] = 30.0
+    seen = torch.zeros(V, dtype=torch.int32)
+    seen[[0, 70, 200, V - 1]] = 2
+    ids = [0, 70, 200, V - 1]
+    asked = [
+        PLAIN | {"top_k": 2, "biases": dict.fromkeys(ids, -60.0)},
+        PLAIN | {"min_p": 0.2, "ending_ids": ids},
+        PLAIN | {"top_p": 0.5, "counts_V": seen, "frequency": 20.0},
+        PLAIN
+        | {"top_k": 1, "counts_V": seen, "presence": 1.0, "biases": dict.fromkeys(ids, -40.0)},
+    ]
+    rows = Rows(logits, asked, V)
+    found = rows.run()
+    assert found == rows.wanted()
+    assert not set(found) & set(ids)
 
 
 def test_tiny_p_and_k_of_one_are_greedy() -> None:
