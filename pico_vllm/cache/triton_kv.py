@@ -165,7 +165,9 @@ class TritonStep:
                 is_long=self._is_long, on_hopper=on_hopper, bias_N=bias_N,
             )  # fmt: skip
         if on_hopper:
-            return hopper_decode.hopper_rope_decode(*arguments, **options, bias_N=bias_N)
+            return hopper_decode.hopper_rope_decode(
+                *arguments, **options, bias_N=bias_N, is_long=self._is_long
+            )
         return rope_paged_decode(*arguments, **options, is_long=self._is_long)
 
     def _is_on_hopper(self, num_requests: int) -> bool:

@@ -43,6 +43,8 @@ MAX_PREFIX_ROWS = 64
 """Query rows of a tile of a shared prefix's kernel; one request's, where it has more."""
 MOST_PROGRAMS = 6 * NUM_MULTIPROCESSORS
 """That one (request, KV head) after the other is cut into, where there are not as many pairs."""
+MOST_WITH_SPLITS = 8 * NUM_MULTIPROCESSORS
+"""Programs of any kernel that uses DecodeScratch, where it cuts pairs."""
 COMBINE_D = 32
 """Of a head, what one program of the second kernel adds up."""
 LONG_CONTEXT = 2048
@@ -358,7 +360,7 @@ class DecodeScratch:
         device: torch.device,
     ) -> DecodeScratch:
         # Pairs of a request and a KV head, times splits.
-        most = max(max_requests * num_kv_heads, MOST_PROGRAMS)
+        most = max(max_requests * num_kv_heads, MOST_WITH_SPLITS)
         group = num_heads // num_kv_heads
         num_sums = most * group
         # Of a shared prefix: one split, or more while there are few tiles.

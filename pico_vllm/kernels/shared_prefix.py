@@ -363,7 +363,9 @@ def shared_prefix_decode(
     )  # fmt: skip
     common = {"scale": scale, "scratch": scratch, "q_norm_D": q_norm_D, "eps": eps}
     if on_hopper:
-        hopper = hopper_decode.decode_config(num_requests, num_kv_heads, block_size, head_dim)
+        hopper = hopper_decode.decode_config(
+            num_requests, num_kv_heads, block_size, head_dim, is_long=is_long
+        )
         common["bias_N"] = bias_N
         prefix = attend_prefix(
             *inputs, prefix_lens_R, num_own_splits=hopper.num_splits, config=config, **common

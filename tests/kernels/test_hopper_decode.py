@@ -372,6 +372,18 @@ def test_pool_beyond_two_to_the_31() -> None:
     torch.testing.assert_close(pool[at], it.pool[:, :, 1], equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_long_contexts_are_cut_and_fit_the_scratch(num_kv_heads: int) -> None:
+    """Few requests make 480 programs or more, and what splits leave has a place for any number."""
+    scratch = DecodeScratch.allocate(256, 2 * num_kv_heads, num_kv_heads, 64, CPU)
+    for num_requests in range(1, 257):
+        config = decode_config(num_requests, num_kv_heads, 16, 64, is_long=True)
+        num_programs = num_requests * num_kv_heads * config.num_splits
+        assert num_programs >= min(480, 16 * num_requests * num_kv_heads)
+        assert num_programs < 960 or config.num_splits == 1
+        assert 2 * num_programs * 64 <= scratch.partials.numel()
+
+
 @pytest.mark.gpu
 @on_hopper
 def test_graph_serves_other_lengths() -> None:
