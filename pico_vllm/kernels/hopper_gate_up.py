@@ -4,12 +4,12 @@ T tokens this step, E hidden size, F MLP size; the weight's rows are F of gate, 
 
     out = silu(x @ gate.T) * (x @ up.T)
 
-A program takes tiles of 256 tokens and of 32 outputs a warpgroup, of which it has two or three. The
-copy engine (TMA) brings x and weights as far ahead as the ring in shared memory goes, across tiles,
-and weights before the kernel before is over. Weights are the left operand, since Hopper's
-instruction takes 64 rows of that one and up to 256 of the other: more products a byte of shared
-memory than the other way around. x is shared by as many weights as registers have sums for, since
-at 256 tokens multiprocessors read more x from L2 than weights from memory.
+A program takes tiles of 32 to 256 tokens and of 32 outputs a warpgroup, of which it has two or
+three. The copy engine (TMA) brings x and weights as far ahead as the ring in shared memory goes,
+across tiles, and weights before the kernel before is over. Weights are the left operand, since
+Hopper's instruction takes 64 rows of that one and up to 256 of the other: more products a byte of
+shared memory than the other way around. x is shared by as many weights as registers have sums for,
+since at 256 tokens multiprocessors read more x from L2 than weights from memory.
 
 Gate and up come interleaved by 8 rows, which are 8 outputs: so both sums of an output are in one
 thread. Its results go out through the stage of the ring whose turn it is.
@@ -43,8 +43,8 @@ from pico_vllm.kernels.gluon import (
 )
 from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
 
-FEW_TOKENS, TOKENS = 128, 256
-"""Of a tile: the first up to 128 tokens. Above that, tiles of 128 take longer."""
+FEW_TOKENS, TOKENS = (32, 64, 128), 256
+"""Of a tile: the fewest that hold all tokens. Above 128, tiles of 128 take longer."""
 MIN_MANY, MAX_FEW = 1024, 256
 """Between these numbers of tokens cuBLAS and a kernel for SiLU are as fast. On an H200, a layer's
 norm and MLP: Qwen2.5-1.5B 512 rows 84 us (80), 1,024 133 (151), 8,192 1,023 (1,155); Llama-3.1-8B
@@ -241,13 +241,13 @@ def _work(
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         if USE_PDL:
             gdc_wait()
-        # As much as a warpgroup's weights of a stage take, or twice as much.
+        # As much as a warpgroup's weights of a stage take, half of that or less, or twice as much.
         mine = weight_smem.index(stage * GROUPS + INDEX).reinterpret(
             x_smem.dtype, [128 // SENT_TOKENS, SENT_TOKENS, OUTPUTS], out_desc.layout
         )
         low, high = _halves(sums)
         _send(out_desc, mine.index(0), low, token, output)
-        if SENT_TOKENS == 64:
+        if SENT_TOKENS <= 64:
             _send(out_desc, mine.index(1), high, token + SENT_TOKENS, output)
         else:
             others = x_smem.index(stage).reinterpret(
@@ -345,7 +345,7 @@ def is_faster(T: int, F: int) -> bool:
 
 def tile_options(T: int, F: int) -> dict[str, int]:
     """Tokens, warpgroups and stages: as many as keep multiprocessors busy for the shortest time."""
-    tokens = FEW_TOKENS if T <= FEW_TOKENS else TOKENS
+    tokens = next((tokens for tokens in FEW_TOKENS if tokens >= T), TOKENS)
 
     def cost(groups: int) -> int:
         num_tiles = triton.cdiv(T, tokens) * triton.cdiv(F, groups * GROUP_ROWS // 2)

@@ -81,7 +81,7 @@ def emulated(
     ("groups", "tokens", "sizes", "num_stages", "dtype"),
     pairwise(
         [2, 3],
-        [128, 256],
+        [32, 64, 128, 256],
         # Less than a tile and a round, edges in all three, rings longer than a tile, many tiles.
         [(3, 8, 8), (130, 104, 200), (300, 200, 520), (600, 72, 72)],
         [2, 4],
@@ -172,6 +172,8 @@ code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         ("bf16", 3, 256),
         pytest.param("fp16", 2, 256, marks=pytest.mark.slow),
         pytest.param("bf16", 3, 128, marks=pytest.mark.slow),
+        pytest.param("bf16", 3, 64, marks=pytest.mark.slow),
+        ("fp16", 3, 32),
     ],
 )
 def test_compiles_for_hopper(dtype: str, groups: int, tokens: int, tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_no_tokens() -> None:
         [(8960, 1536), (3072, 1024), (14336, 4096), (1000, 1000), (8, 8)],
         list(ALLOWED),
         [2, 3],
-        [128, 256],
+        [32, 64, 128, 256],
     ),
 )
 def test_grid(
