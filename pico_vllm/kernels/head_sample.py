@@ -36,6 +36,9 @@ BAD_LOGITS = tl.constexpr(-2)
 _LOWEST = tl.constexpr(-(2**63))
 _BAD = tl.constexpr(2**63 - 1)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+LOWEST_FP16, LOWEST_BF16, LOWEST_FP32 = (
+    tl.constexpr(torch.finfo(dtype).min) for dtype in (torch.float16, torch.bfloat16, torch.float32)
+)
 _ID_BITS = tl.constexpr(2**32 - 1)
 
 
@@ -88,16 +91,89 @@ def gumbel_noise_of(ids, seed, position, sample):
 
 
 @triton.jit
-def _load_block(logits_ptr, block, vocab_size, BLOCK_V: tl.constexpr):
-    """Zeros past the vocabulary."""
+def _load_block(logits_ptr, block, vocab_size, fill, BLOCK_V: tl.constexpr):
+    """In fp32; `fill` past the vocabulary."""
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    logits = tl.zeros((BLOCK_V,), logits_ptr.dtype.element_ty)
+    logits = tl.full((BLOCK_V,), fill, logits_ptr.dtype.element_ty)
     # A load without a mask is several times wider.
     if (block + 1) * BLOCK_V <= vocab_size:
         logits = tl.load(logits_ptr + v)
     elif block * BLOCK_V < vocab_size:
-        logits = tl.load(logits_ptr + v, mask=v < vocab_size, other=0.0)
-    return logits
+        logits = tl.load(logits_ptr + v, mask=v < vocab_size, other=fill)
+    return logits.to(tl.float32)
+
+
+@triton.jit
+def _load_blocks(logits_ptr, block, step, vocab_size, fill, BLOCK_V: tl.constexpr):
+    """Four loads are under way: few programs share a multiprocessor."""
+    return (
+        _load_block(logits_ptr, block, vocab_size, fill, BLOCK_V),
+        _load_block(logits_ptr, block + step, vocab_size, fill, BLOCK_V),
+        _load_block(logits_ptr, block + 2 * step, vocab_size, fill, BLOCK_V),
+        _load_block(logits_ptr, block + 3 * step, vocab_size, fill, BLOCK_V),
+    )
+
+
+@triton.jit
+def _best_logit(logits_ptr, vocab_size, BLOCK_V: tl.constexpr):
+    """The highest logit of a program's blocks, the lowest id that has it, and whether any of them
+    is NaN or infinite. Where it lies among four blocks is looked up at the end."""
+    v = tl.arange(0, BLOCK_V)
+    best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+    best_block = tl.zeros((BLOCK_V,), tl.int32)
+    zeros = tl.zeros((BLOCK_V,), tl.float32)
+    # The lowest there is: no logit is below it, and among equals a token's id is.
+    fill: tl.constexpr = LOWEST_FP16 if logits_ptr.dtype.element_ty == tl.float16 else (
+        LOWEST_BF16 if logits_ptr.dtype.element_ty == tl.bfloat16 else LOWEST_FP32
+    )  # fmt: skip
+    block, step = tl.program_id(1), tl.num_programs(1)
+    while block * BLOCK_V < vocab_size:
+        x0, x1, x2, x3 = _load_blocks(logits_ptr, block, step, vocab_size, fill, BLOCK_V)
+        zeros += ((x0 - x0) + (x1 - x1)) + ((x2 - x2) + (x3 - x3))  # NaN of what is not finite
+        highest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+        best_block = tl.where(highest > best, block, best_block)
+        best = tl.maximum(highest, best)
+        block += 4 * step
+    is_bad = tl.max((zeros != 0.0).to(tl.int32), axis=0) != 0
+    score = tl.max(best, axis=0)
+    if step * BLOCK_V >= vocab_size:  # each program has one block
+        best_id = tl.where(best == score, best_block * BLOCK_V + v, 0x7FFFFFFF)
+    else:
+        best_id = tl.full((BLOCK_V,), 0x7FFFFFFF, tl.int32)
+        for i in tl.static_range(4):
+            ids = (best_block + i * step) * BLOCK_V + v
+            is_there = (best == score) & (ids < vocab_size)
+            x = tl.load(logits_ptr + ids, mask=is_there, other=0.0).to(tl.float32)
+            best_id = tl.minimum(best_id, tl.where(is_there & (x == score), ids, 0x7FFFFFFF))
+    return score, tl.min(best_id, axis=0), is_bad
+
+
+@triton.jit
+def _best_with_noise(
+    logits_ptr, vocab_size, per_temperature, seed, position, sample, BLOCK_V: tl.constexpr
+):
+    """The same of logits / temperature + Gumbel noise."""
+    v = tl.arange(0, BLOCK_V)
+    best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+    best_block = tl.zeros((BLOCK_V,), tl.int32)
+    largest = tl.zeros((BLOCK_V,), tl.int32)
+    block, step = tl.program_id(1), tl.num_programs(1)
+    while block * BLOCK_V < vocab_size:
+        loaded = _load_blocks(logits_ptr, block, step, vocab_size, 0.0, BLOCK_V)
+        for i in tl.static_range(4):
+            if block * BLOCK_V < vocab_size:
+                logits = loaded[i]
+                # Without the sign the bits of Inf and NaN are the largest.
+                largest = tl.maximum(largest, logits.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+                noise = gumbel_noise(block * BLOCK_V, seed, position, sample, BLOCK_V)
+                scores = logits * per_temperature + noise
+                is_better = (block * BLOCK_V + v < vocab_size) & (scores > best)
+                best = tl.where(is_better, scores, best)
+                best_block = tl.where(is_better, block, best_block)
+            block += step
+    score = tl.max(best, axis=0)
+    ids = tl.where(best == score, best_block * BLOCK_V + v, 0x7FFFFFFF)
+    return score, tl.min(ids, axis=0), tl.max(largest, axis=0) >= _INFINITY_BITS
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
@@ -119,41 +195,19 @@ def _sample_logits_kernel(
     is_sampled = temperature >= GREEDY_BELOW
     per_temperature = 1.0 / tl.where(is_sampled, temperature, 1.0)
     logits_ptr += r.to(tl.int64) * row_stride
-    v = tl.arange(0, BLOCK_V)
-    best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-    best_block = tl.zeros((BLOCK_V,), tl.int32)
-    largest = tl.zeros((BLOCK_V,), tl.int32)
     wait_for_inputs(USE_PDL)
-    block, step = tl.program_id(1), tl.num_programs(1)
-    while block * BLOCK_V < vocab_size:
-        # Four loads are under way: few programs share a multiprocessor.
-        loaded = (
-            _load_block(logits_ptr, block, vocab_size, BLOCK_V),
-            _load_block(logits_ptr, block + step, vocab_size, BLOCK_V),
-            _load_block(logits_ptr, block + 2 * step, vocab_size, BLOCK_V),
-            _load_block(logits_ptr, block + 3 * step, vocab_size, BLOCK_V),
+    if is_sampled:
+        score, token_id, is_bad = _best_with_noise(
+            logits_ptr, vocab_size, per_temperature, seed, position, sample, BLOCK_V
         )
-        for i in tl.static_range(4):
-            if block * BLOCK_V < vocab_size:
-                logits = loaded[i].to(tl.float32)
-                # Without the sign the bits of Inf and NaN are the largest.
-                largest = tl.maximum(largest, logits.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-                scores = logits
-                if is_sampled:
-                    noise = gumbel_noise(block * BLOCK_V, seed, position, sample, BLOCK_V)
-                    scores = logits * per_temperature + noise
-                is_better = (block * BLOCK_V + v < vocab_size) & (scores > best)
-                best = tl.where(is_better, scores, best)
-                best_block = tl.where(is_better, block, best_block)
-            block += step
+    else:
+        score, token_id, is_bad = _best_logit(logits_ptr, vocab_size, BLOCK_V)
 
-    score = tl.max(best, axis=0)
-    ids = tl.where(best == score, best_block * BLOCK_V + v, 0x7FFFFFFF)
     score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0, but its bits are lower
     bits = score.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    key = (ordered << 32) | (_ID_BITS - tl.min(ids, axis=0).to(tl.int64))
-    key = tl.where(tl.max(largest, axis=0) < _INFINITY_BITS, key, _BAD)
+    key = (ordered << 32) | (_ID_BITS - token_id.to(tl.int64))
+    key = tl.where(is_bad, _BAD, key)
     tl.atomic_max(key_ptr + r, key, sem="relaxed")
     num_done = tl.atomic_add(counter_ptr + r, 1, sem="acq_rel")
     if num_done == tl.num_programs(1) - 1:
