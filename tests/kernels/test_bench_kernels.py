@@ -56,8 +56,12 @@ def test_kernel_and_twin_of_a_case_agree(architecture: str, kernel: str) -> None
     """On the first set of tensors and on the last, which is another one."""
     torch.manual_seed(0)
     it = sizes(architecture)
+    # The interpreter is slow: fewer splits, and of both kernels of a few rows the one with a
+    # program for each two outputs once.
     if kernel == "decode_attention":
-        it = replace(it, rows=[3])  # fewer splits: the interpreter is slow
+        it = replace(it, rows=[3])
+    elif kernel in KERNELS[:5]:
+        it = replace(it, rows=[1, 5])
     found = list(cases(it, [kernel]))
     assert len(found) == (2 if kernel in KERNELS[:6] else 1)
     for case in found:

@@ -177,10 +177,11 @@ def all_kinds(V: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.memcheck
-@pytest.mark.parametrize(("V", "has_ties"), [(301, False), (600, True)])
+@pytest.mark.parametrize(("V", "has_ties"), [(301, False), (320, True)])
 def test_every_kind_in_one_batch(V: int, has_ties: bool) -> None:
     """Filters and adjustments, alone and together, sampled and greedy, give the ids of the plain
-    definition, beside requests that ask for nothing more."""
+    definition, beside requests that ask for nothing more; in blocks of which the last is whole, or
+    not."""
     asked = all_kinds(V)
     logits = random_logits(len(asked), V + 9, V, has_ties=has_ties)
     logits[:, V:] = 100.0  # rows that are no ids
@@ -197,10 +198,10 @@ def test_every_kind_in_one_batch(V: int, has_ties: bool) -> None:
 
 def test_the_lists_are_large_enough_or_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ids with lists that hold all candidates, and with lists that hold nearly none."""
-    V, asked = 700, all_kinds(700)[3:16:3]
+    V, asked = 300, all_kinds(300)[3:16:3]
     logits = random_logits(len(asked), V, has_ties=True)
     found = []
-    for size in (1024, 16):
+    for size in (512, 16):
         monkeypatch.setattr(candidates, "BLOCK_V", size)
         found.append(Rows(logits, asked, V).run())
     assert found[0] == found[1] == Rows(logits, asked, V).wanted()
@@ -208,21 +209,24 @@ def test_the_lists_are_large_enough_or_not_needed(monkeypatch: pytest.MonkeyPatc
 
 def test_ties_at_the_cut_go_to_the_lower_id() -> None:
     """Among equal logits top-k and top-p keep the lowest ids, also where all are equal."""
-    flat = torch.zeros(6, 500)
-    flat[3, 250:] = flat[5, [130, 499]] = 1.0
+    flat = torch.zeros(5, 300)  # more than the list holds, in blocks of 64
+    flat[3, 100:] = flat[4, [130, 299]] = 1.0
     asked = [
         {"temperature": 2.0, "top_k": 3},
-        {"temperature": 2.0, "top_k": 100},
-        {"temperature": 2.0, "top_p": 0.01},
+        {"temperature": 2.0, "top_k": 150},
+        {"temperature": 2.0, "top_p": 0.015},
         {"temperature": 0.001, "top_k": 5},
-        # No other token is kept: of all, none of which is listed, and of two that are.
-        {"temperature": 2.0, "top_k": 1},
         {"temperature": 2.0, "top_k": 1},
     ]
-    limits = [(0, 3), (0, 100), (0, 6), (250, 255), (0, 1), (130, 131)]
-    for shift in range(2):
-        rows = Rows(flat, asked, 500)
-        rows.seeds += shift
+    limits = [(0, 3), (0, 150), (0, 5), (100, 105), (130, 131)]
+    for is_last_kept in (False, True):
+        rows = Rows(flat, asked, 300)
+        for r, (low, high) in enumerate(limits[:4]):
+            # A seed by which the last id that is kept is chosen, or the first one that is cut would
+            # be if it were kept.
+            last = high - is_last_kept
+            while int(rows.noise(r)[low : last + 1].argmax()) != last - low:
+                rows.seeds[rows.rows[r]] += 1
         found = rows.run()
         assert found == rows.wanted()
         for token_id, (low, high) in zip(found, limits, strict=True):
@@ -377,13 +381,18 @@ def test_logprobs_far_below_have_a_floor() -> None:
 
 
 def test_distribution_of_top_p() -> None:
-    """Over many seeds tokens come as often as the definition says, and others never."""
+    """Over many seeds tokens of the plain definition come as often as they should, and others
+    never; a row's id is the definition's."""
     probs = torch.tensor([0.02, 0.3, 0.05, 0.25, 0.03, 0.15, 0.2])
     kept = {1: 0.3, 3: 0.25, 6: 0.2, 5: 0.15}  # the smallest set that reaches 0.8
-    num_seeds = 300
-    asked = [PLAIN | {"top_p": 0.8} for _ in range(num_seeds)]
-    rows = Rows(probs.log().expand(num_seeds, -1), asked, 7)
-    drawn = np.bincount(rows.run(), minlength=7)
+    num_seeds = 1000
+    num_run = 40 if DEVICE.type == "cpu" else num_seeds  # the interpreter is slow
+    rows, all_rows = (
+        Rows(probs.log().expand(num, -1), [PLAIN | {"top_p": 0.8}] * num, 7)
+        for num in (num_run, num_seeds)
+    )
+    assert rows.run() == rows.wanted()
+    drawn = np.bincount(all_rows.wanted(), minlength=7)
     expected = np.array([kept.get(i, 0.0) for i in range(7)]) / 0.9 * num_seeds
     assert not drawn[expected == 0].any()
     is_kept = expected > 0

@@ -13,6 +13,7 @@ from pairwise import pairwise
 from torch import Tensor
 from torch.nn import functional
 
+from pico_vllm.kernels import head_sample as module
 from pico_vllm.kernels.head_sample import (
     HeadScratch,
     gumbel_noise,
@@ -25,6 +26,13 @@ from pico_vllm.sampler import philox
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_ROWS = 70
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, 42]
+
+
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of few ids is then of several programs, as a large one is: under the interpreter a
+    head takes as long as it has rows."""
+    monkeypatch.setattr(module, "BLOCK_V", 32)
 
 
 @dataclass
@@ -137,9 +145,10 @@ def check(
         assert torch.equal(bits[0], expected)
 
 
+@pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("temperatures", [[0.0], [0.7], [0.0, 1.0, 0.3], [0.0, 1e-6]])
 @pytest.mark.parametrize(
-    ("V", "E", "vocab_size"), [(320, 64, 300), pytest.param(97, 72, 97, marks=pytest.mark.memcheck)]
+    ("V", "E", "vocab_size"), [(88, 64, 70), pytest.param(67, 72, 67, marks=pytest.mark.memcheck)]
 )
 def test_greedy_and_sampled(temperatures: list[float], V: int, E: int, vocab_size: int) -> None:
     """Each row's id is the best by its own temperature, among the ids that are tokens."""
@@ -148,8 +157,8 @@ def test_greedy_and_sampled(temperatures: list[float], V: int, E: int, vocab_siz
 
 def test_fp16_and_long_positions() -> None:
     """Half precision and positions in int64 give the same rule."""
-    check([0.0], 130, 64, 130, torch.float16, torch.int64)
-    check([0.5, 0.0], 130, 64, 130, torch.float16, torch.int64)
+    check([0.0], 70, 64, 70, torch.float16, torch.int64)
+    check([0.5, 0.0], 70, 64, 70, torch.float16, torch.int64)
 
 
 @triton.jit
@@ -190,29 +199,58 @@ def test_logits_that_exist(dtype: torch.dtype) -> None:
     assert int(made.out_R[2]) == 40
 
 
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("num_programs", [1, 2])
+def test_programs_of_many_blocks(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest id of the best logit, whichever of a program's blocks and lanes have it, where all
+    tokens' logits are below those of ids that are none, and below 0."""
+    vocab_size, equals = (
+        12 * 32 - 9,
+        [(5, 197), (37, 38, 325), (103,), (374,), (330, 74, 106), (200,)],
+    )
+    monkeypatch.setattr(module, "MOST_PROGRAMS", num_programs * 2 * len(equals))
+    logits = torch.randn(
+        2 * len(equals), vocab_size + 40, generator=torch.Generator().manual_seed(0)
+    )
+    logits = -5 - logits.abs()
+    logits[:, vocab_size:] = 0.0
+    for r, ids in enumerate(equals):
+        logits[r, list(ids)] = -1.0
+    temperatures = [0.0] * len(equals) + [0.7] * len(equals)
+    made = step(temperatures)
+    logits = logits.to(DEVICE)
+    sample_logits(logits, vocab_size=vocab_size, **made.arguments())
+    expected = head_sample_reference(
+        logits, made.noise(vocab_size), made.temperatures(), vocab_size=vocab_size
+    )
+    assert torch.equal(made.out_R, expected)
+    assert made.out_R[: len(equals)].tolist() == [min(ids) for ids in equals]
+
+
+@pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("R", [1, 3])
 def test_ties_of_a_greedy_head_go_to_the_lowest_id(R: int) -> None:
     """Equal logits, within a program and across programs, and 0 beside -0."""
-    x_RE, norm_E, head_VE = inputs(R, 200, 64, torch.float32)
-    for best in ([150, 31, 33, 199], [5, 4]):
+    x_RE, norm_E, head_VE = inputs(R, 70, 64, torch.float32)
+    for best in ([66, 31, 33, 69], [5, 4]):
         head_VE[best] = x_RE[0] * norm_E
     made = step([0.0] * R)
-    head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=200, **made.arguments())
+    head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=70, **made.arguments())
     assert int(made.out_R[0]) == 4
     head_VE.zero_()
     head_VE[:7] = -0.0
-    head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=200, **made.arguments())
+    head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=70, **made.arguments())
     assert made.out_R.tolist() == [0] * R
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_bad_logits_end_their_row_alone(value: float) -> None:
     """A row with NaN or Inf in x or in its logits gives -2; the others keep their ids."""
-    x_RE, norm_E, head_VE = inputs(3, 100, 64, torch.float32)
+    x_RE, norm_E, head_VE = inputs(3, 40, 64, torch.float32)
     made, unharmed = step([0.0, 0.8, 0.8]), step([0.0, 0.8, 0.8])
-    head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=100, **unharmed.arguments())
+    head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=40, **unharmed.arguments())
     x_RE[1, 5] = value
-    head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=100, **made.arguments())
+    head_sample(x_RE, norm_E, 1e-6, head_VE, vocab_size=40, **made.arguments())
     expected = unharmed.out_R.clone()
     expected[1] = -2
     assert torch.equal(made.out_R, expected)

@@ -33,6 +33,7 @@ SETTINGS = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 8,
     "kernels": "triton",
+    "cpu_graph": "off",  # without one a start decodes one token, and not the many that record it
 }
 PLAIN_KERNELS = {"kernels": "plain", "overlap": "off"}
 PLAIN = SETTINGS | PLAIN_KERNELS
@@ -45,8 +46,10 @@ FAMILIES = ["qwen3"] if DEVICE == "cpu" else ["qwen2", "qwen3"]
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs program by program: of two outputs each, half a second for the head."""
+    """The interpreter runs program by program: of two outputs each, half a second for the head; of
+    a sixteenth of a context each, most of a test."""
     if DEVICE == "cpu":
+        monkeypatch.setattr(paged_decode, "num_splits", lambda *_, **__: 2)
         monkeypatch.setattr(paged_prefill, "MOST_SPLIT_PROGRAMS", 6)
         is_gemv = small_linear.is_gemv
         monkeypatch.setattr(small_linear, "is_gemv", lambda M, N, K: N <= 40 and is_gemv(M, N, K))
@@ -183,8 +186,6 @@ def test_a_prefix_that_is_attended_once(model: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shared_prefix, "shared_prefix_decode", decode_shared)
     monkeypatch.setattr(shared_prefix, "is_faster", lambda num, *_: num > 1)
     monkeypatch.setattr(triton_runner, "MIN_SHARING", 2)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(paged_decode, "num_splits", lambda *_, **__: 2)
     common = list(range(7, 23))
     prompts = [[5, 9, 200], [*common, 3], [*common, 50, 51, 52, 53, 54, 55], [*common, 9, 8]]
     params = [greedy(3), greedy(2), greedy(3), greedy(3)]
