@@ -59,8 +59,15 @@ def has_hopper_gluon(device: torch.device) -> bool:
     return HAS_GLUON and is_hopper
 
 
+def tiles_of(tensor: torch.Tensor, tile: list[int]) -> TensorDescriptor:
+    """For the copy engine, of 16-bit numbers; zeros past the tensor's end."""
+    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)  # of fp16 the same
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), tile, layout)
+
+
 __all__ = [
     "DTYPES", "HAS_GLUON", "TensorDescriptor", "bring", "fence_async_shared",
     "gdc_launch_dependents", "gdc_wait", "gl", "gluon_jit", "has_hopper_gluon", "mbarrier",
-    "mma_v2", "sync_threads", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "mma_v2", "sync_threads", "tiles_of", "warpgroup_mma", "warpgroup_mma_init",
+    "warpgroup_mma_wait",
 ]  # fmt: skip

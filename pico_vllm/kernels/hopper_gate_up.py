@@ -37,6 +37,7 @@ from pico_vllm.kernels.gluon import (
     mbarrier,
     send,
     sync_threads,
+    tiles_of,
     wait_until_sent,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -403,20 +404,14 @@ def hopper_gate_up(x_TE: Tensor, weight_NE: Tensor, *, out: Tensor | None = None
     num_output_tiles = triton.cdiv(F, tile["GROUPS"] * GROUP_ROWS // 2)
     num_programs = min(num_token_tiles * num_output_tiles, NUM_MULTIPROCESSORS)
     _hopper_gate_up_kernel[(num_programs,)](
-        _descriptor(x_TE, [tile["TOKENS"], BLOCK_K]),
+        tiles_of(x_TE, [tile["TOKENS"], BLOCK_K]),
         _halves_of(weight_NE),
-        _descriptor(out, [tile["TOKENS"] // 2, GROUP_ROWS // 2]),
+        tiles_of(out, [tile["TOKENS"] // 2, GROUP_ROWS // 2]),
         num_token_tiles, num_output_tiles, num_programs,
         ROUNDS=triton.cdiv(E, BLOCK_K), TILES_ABREAST=TILES_ABREAST, num_warps=4,
         **tile, **options,
     )  # fmt: skip
     return out
-
-
-def _descriptor(matrix: Tensor, tile: list[int]) -> TensorDescriptor:
-    """For the copy engine."""
-    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)  # of fp16 the same
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], tile, layout)
 
 
 def _halves_of(weight_NE: Tensor) -> TensorDescriptor:

@@ -33,6 +33,7 @@ from pico_vllm.kernels.gluon import (
     has_hopper_gluon,
     mbarrier,
     sync_threads,
+    tiles_of,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -340,9 +341,6 @@ def hopper_linear(
 
 
 def _tiles_of(name: str, matrix: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
-    """For the copy engine."""
     if matrix.data_ptr() % 16:
         raise ValueError(f"{name} begins at address {matrix.data_ptr()}, no multiple of 16")
-    tile = [num_rows, num_columns]
-    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)  # of fp16 the same
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], tile, layout)
+    return tiles_of(matrix, [num_rows, num_columns])

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pico_vllm.kernels.gluon import (
     DTYPES,
-    TensorDescriptor,
     bring,
     fence_async_shared,
     gdc_launch_dependents,
@@ -31,6 +30,7 @@ from pico_vllm.kernels.gluon import (
     mbarrier,
     send,
     sync_threads,
+    tiles_of,
     wait_until_sent,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -215,16 +215,10 @@ def hopper_split_k(
     options: dict[str, Any] = launch_options(x_MK.device)
     grid = (triton.cdiv(N, config.block_n), triton.cdiv(M, config.block_m), num_splits)
     _hopper_split_k_kernel[grid](
-        _tiles_of(x_MK, [config.block_m, BLOCK_K]),
-        _tiles_of(weight_NK, [config.block_n, BLOCK_K]),
-        _tiles_of(out_SMN, [1, config.block_m, config.block_n]),
+        tiles_of(x_MK, [config.block_m, BLOCK_K]),
+        tiles_of(weight_NK, [config.block_n, BLOCK_K]),
+        tiles_of(out_SMN, [1, config.block_m, config.block_n]),
         ALL_ROUNDS=all_rounds, SPLIT_ROUNDS=split_rounds, STAGES=stages,
         num_warps=config.block_m // 16, **options,
     )  # fmt: skip
     return out_SMN
-
-
-def _tiles_of(tensor: Tensor, tile: list[int]) -> TensorDescriptor:
-    """For the copy engine."""
-    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)  # of fp16 the same
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), tile, layout)
