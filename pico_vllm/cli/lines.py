@@ -21,10 +21,11 @@ def _writable(path: Path | None) -> Path | None:
         return None
     try:
         if not path.exists():
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True)
-            path.open("x").close()
-            path.unlink()
+            target = path.resolve()  # of a link, which may lead to what is not there yet
+            if not target.parent.exists():
+                target.parent.mkdir(parents=True)
+            target.open("x").close()
+            target.unlink()
         elif path.is_file() or path.is_dir():
             path.open("a").close()
         # Whoever reads a pipe would take the end of this try for that of the record.
@@ -59,21 +60,38 @@ class Lines:
         self._columns = columns
         self._is_json = is_json
         self._record = record
+        self._record_error: OSError | None = None
+        self._num_recorded = 0
         self.lines: list[dict[str, Any]] = []
 
     def add(self, line: dict[str, Any]) -> None:
         if self._is_json:
             print(json.dumps(line, allow_nan=False), flush=True)
-        if self._record is not None:
+        self.lines.append(line)
+        if self._record is not None and self._record_error is None:
             from pico_vllm.bench.record import append_record
 
-            append_record(self._record, line)
-        self.lines.append(line)
+            try:
+                append_record(self._record, line)
+                self._num_recorded += 1
+            except OSError as error:
+                # Told at the end: what is measured until then is still printed.
+                self._record_error = error
 
     def show(self, rows: Sequence[dict[str, Any]] | None = None) -> None:
-        """The table, of the lines if no other rows are given, and where the record is."""
+        """The table, of the lines if no other rows are given, and where the record is.
+
+        Raises:
+            ConfigError: the record lacks lines.
+        """
         if not self._is_json:
             print_table(self._columns, self.lines if rows is None else rows)
+        if self._record_error is not None:
+            raise ConfigError(
+                f"--record {self._record} took {self._num_recorded} of {len(self.lines)} lines: "
+                f"{self._record_error.strerror}; make room or name another file, and measure again",
+                param="record",
+            ) from self._record_error
         if self._record is not None:
             note(f"[{len(self.lines)} lines appended to {self._record}]")
 

@@ -11,6 +11,7 @@ import pytest
 
 from pico_vllm.cli import main
 from pico_vllm.cli.lines import Lines, print_table
+from pico_vllm.errors import ConfigError
 
 COLUMNS = [f"a_column_with_a_name_{number}" for number in range(40)]
 RECORDING = (
@@ -82,3 +83,26 @@ def test_a_record_is_not_there_before_its_first_line(
     lines = Lines(["a"], is_json=False, record=new)
     lines.add({"a": 1})
     assert new.read_text() == '{"a": 1}\n'
+
+
+def test_a_record_may_be_a_link_to_what_is_not_there_yet(tmp_path: Path) -> None:
+    """As a file that is not there: checked, left as it is, and made by the first line."""
+    link, target = tmp_path / "link.jsonl", tmp_path / "away" / "r.jsonl"
+    link.symlink_to(target)
+    assert main.run(["cache", "none.jsonl", "--num-kv-blocks", "9", "--record", str(link)]) == 1
+    assert link.is_symlink() and not target.exists()
+    Lines(["a"], is_json=False, record=link).add({"a": 1})
+    assert target.read_text() == '{"a": 1}\n'
+
+
+def test_a_disk_that_fills_up_costs_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    """What was measured is printed, then how much of it the record lacks."""
+    lines = Lines(["a"], is_json=False, record=Path("/dev/full"))
+    lines.add({"a": 1234})
+    lines.add({"a": 5678})
+    with pytest.raises(
+        ConfigError, match=r"/dev/full took 0 of 2 lines: No space left.*; make room"
+    ):
+        lines.show()
+    table = capsys.readouterr().out
+    assert "1234" in table and "5678" in table
