@@ -12,6 +12,7 @@ import torch
 
 from pico_vllm.cache.contiguous import ContiguousKV, NoKV
 from pico_vllm.cache.kv_pool import PagedKV
+from pico_vllm.cache.tiers.disk import make_folder
 from pico_vllm.cache.tiers.host_pool import HostPool
 from pico_vllm.config import hardware
 from pico_vllm.config.engine import EngineConfig
@@ -83,6 +84,8 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
         if resolved.uses_triton:
             triton_loading.check(resolved, model_config, device)
         _warn_of_shorter_window(config, resolved, model_config)
+        if resolved.kv_disk_path is not None:
+            make_folder(resolved.kv_disk_path)  # where that fails, before gigabytes are read
         # Before the weights: the model's table of angles is as long as the window.
         resolved = settle_window(resolved)
         check_memory(resolved, model_config, source, device)

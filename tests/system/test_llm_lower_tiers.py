@@ -14,6 +14,7 @@ from tiny import assert_idle, greedy, random_prompts
 
 from pico_vllm import LLM
 from pico_vllm.cache.tiers.lower import LowerTiers
+from pico_vllm.engine import loading
 from pico_vllm.errors import ConfigError
 
 SETTINGS: dict[str, Any] = tiny.FIXTURE_T | {"num_kv_blocks": 8, "max_model_len": 96}
@@ -112,3 +113,14 @@ def test_settings_that_are_refused(tiny_model: TinyModel, tmp_path: Path) -> Non
     on_disk = SETTINGS | {"kv_disk_path": str(tmp_path), "kv_host_gb": SMALL_GB}
     with LLM(folder, **on_disk), pytest.raises(ConfigError, match="in use by another engine"):
         LLM(folder, **on_disk)
+
+
+def test_a_folder_is_refused_before_the_weights_are_read(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large models take minutes to read."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(loading, "load_weights", lambda *_: pytest.fail("weights were read"))
+    settings = SETTINGS | {"kv_disk_path": str(tmp_path / "file" / "kv")}
+    with pytest.raises(ConfigError, match=r"kv_disk_path .* must name a folder, and .* is a file"):
+        LLM(str(tiny_model.folder), **settings)
