@@ -4,11 +4,13 @@ without sorting it begins with.
     R requests, V tokens, C = V rounded up to whole blocks, L = LIST_DEPTH BLOCK_V entries of a list
 
 Tokens rank by logit, the lower id first among equals. A key is a logit as an integer of the same
-order. Columns from V on, and what a list does not fill, hold minus infinity: loops need no mask.
+order. A copy's columns from V on, and what a list does not fill, hold minus infinity: loops over
+those need no mask.
 
 A lane is every BLOCK_V-th token. The k-th largest of the lanes' largest is a lower bound of the
 k-th largest token: what reaches it is little more than k tokens, few in each lane. The list has
-LIST_DEPTH entries a lane, so that each lane counts its own and no thread waits for another.
+LIST_DEPTH entries a lane, so that each lane counts its own and no thread waits for another. That is
+enough for k up to some 2,500 of 4,096 lanes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 
 BLOCK_V = 4096
 """Logits that a program takes at a time; also lanes."""
-LIST_DEPTH = tl.constexpr(4)
+LIST_DEPTH = tl.constexpr(8)
 """Most tokens of a lane that a list takes."""
 NUM_STAGES = tl.constexpr(3)
 """Blocks under way in loops over a row: a program waits for memory, not for its arithmetic."""
@@ -178,12 +180,13 @@ def list_largest(
             x, num_full, bound, largest, per_temperature, masses, counts, list_ptr, list_ids_ptr,
             BLOCK_V,
         )  # fmt: skip
-    for i in tl.static_range(LIST_DEPTH):
+    depth = tl.max(counts, axis=0)
+    for i in range(tl.minimum(depth, LIST_DEPTH)):
         at, is_free = i * BLOCK_V + v, counts <= i
         tl.store(list_ptr + at, tl.full((BLOCK_V,), MINUS_INFINITY, tl.float32), mask=is_free)
         tl.store(list_ids_ptr + at, v * 0 + 0x7FFFFFFF, mask=is_free)
     tl.debug_barrier()
-    return tl.max(counts, axis=0) * BLOCK_V, tl.sum(masses, axis=0)
+    return depth * BLOCK_V, tl.sum(masses, axis=0)
 
 
 @triton.jit
@@ -202,10 +205,10 @@ def check_scratch(logits_RV: Tensor, vocab_size: int, scratch: RowScratch) -> No
     R, V = logits_RV.shape
     if not 1 <= R <= scratch.values_RC.shape[0]:
         raise ValueError(f"{R} requests; the scratch takes 1 to {scratch.values_RC.shape[0]}")
-    if not 1 <= vocab_size <= min(V, scratch.num_columns):
+    if not 1 <= vocab_size <= V or num_columns(vocab_size) != scratch.num_columns:
         raise ValueError(
-            f"vocab_size {vocab_size} is not from 1 to the {V} logits there are and the "
-            f"{scratch.num_columns} that the scratch takes"
+            f"vocab_size {vocab_size} is not from 1 to the {V} logits there are, or does not end "
+            f"in the last block of the scratch's {scratch.num_columns} columns"
         )
     if logits_RV.stride(1) != 1:
         raise ValueError(f"logits have strides {logits_RV.stride()}; ids must be contiguous")

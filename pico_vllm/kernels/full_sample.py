@@ -351,7 +351,8 @@ def _full_sample_kernel(
     is_bad = (largest == MINUS_INFINITY) | (largest == float("inf"))
 
     log_min_p = tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-38)), MINUS_INFINITY)
-    log_min_p = tl.where(is_sampled, log_min_p, MINUS_INFINITY)
+    # At most 0, whatever the logarithm of 1 rounds to: the largest is kept, so that searches end.
+    log_min_p = tl.where(is_sampled, tl.minimum(log_min_p, 0.0), MINUS_INFINITY)
     top_p = tl.where(is_sampled, top_p, 1.0)
     is_list = position < 0  # False
     num_values = num_columns

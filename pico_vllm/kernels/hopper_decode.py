@@ -498,8 +498,8 @@ def hopper_rope_decode(
     with Gluon: can_take. Lengths, table and the KV of earlier tokens are read before the kernel
     before is over, so it must not have written them. A row with seq_len 0 stores nothing and gives
     zeros. What lies in slots that no token has, NaN too, changes nothing.
-    Same answer as rope_store_kv and hopper_decode_reference. The bits of a request depend on R,
-    through the number of splits, but not on what else is in the batch.
+    Same answer as rope_store_kv and hopper_decode_reference. The bits of a request depend on R
+    and is_long, through the number of splits, but not on what else is in the batch.
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1; online softmax, arXiv:1805.02867;
     splits, Dao et al. 2023, Flash-Decoding.
     """

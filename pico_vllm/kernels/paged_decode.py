@@ -477,8 +477,8 @@ def paged_decode(
         ValueError: H is not a multiple of G, or dtypes, strides or the scratch do not fit.
 
     Not checked, as it would stall the stream: block ids in range. A row with seq_len 0 gives zeros.
-    Same answer as paged_decode_reference. The bits of a request depend on R, through the number of
-    splits, but not on what else is in the batch.
+    Same answer as paged_decode_reference. The bits of a request depend on R and
+    is_long, through the number of splits, but not on what else is in the batch.
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1; online softmax, arXiv:1805.02867;
     splits, Dao et al. 2023, Flash-Decoding.
     """

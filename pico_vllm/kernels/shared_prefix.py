@@ -353,8 +353,8 @@ def shared_prefix_decode(
         on_hopper       go on with hopper_rope_decode, which takes qkv in parts, and a bias
         the rest        as rope_paged_decode
 
-    Same answer as rope_store_kv and shared_prefix_reference. The bits of a request depend on R and
-    on prefix_lens.
+    Same answer as rope_store_kv and shared_prefix_reference. The bits of a request depend on R,
+    is_long and prefix_lens.
     """
     num_requests, _, head_dim = qkv_RND.shape[-3:]
     num_kv_heads, block_size = k_BGSD.shape[1:3]

@@ -209,18 +209,18 @@ def test_the_lists_are_large_enough_or_not_needed(monkeypatch: pytest.MonkeyPatc
 
 def test_ties_at_the_cut_go_to_the_lower_id() -> None:
     """Among equal logits top-k and top-p keep the lowest ids, also where all are equal."""
-    flat = torch.zeros(5, 300)  # more than the list holds, in blocks of 64
-    flat[3, 100:] = flat[4, [130, 299]] = 1.0
+    flat = torch.zeros(5, 600)  # more than the list holds, in blocks of 64
+    flat[3, 100:] = flat[4, [130, 599]] = 1.0
     asked = [
         {"temperature": 2.0, "top_k": 3},
         {"temperature": 2.0, "top_k": 150},
-        {"temperature": 2.0, "top_p": 0.015},
+        {"temperature": 2.0, "top_p": 0.0075},
         {"temperature": 0.001, "top_k": 5},
         {"temperature": 2.0, "top_k": 1},
     ]
     limits = [(0, 3), (0, 150), (0, 5), (100, 105), (130, 131)]
     for is_last_kept in (False, True):
-        rows = Rows(flat, asked, 300)
+        rows = Rows(flat, asked, 600)
         for r, (low, high) in enumerate(limits[:4]):
             # A seed by which the last id that is kept is chosen, or the first one that is cut would
             # be if it were kept.
@@ -428,6 +428,9 @@ def test_bad_arguments_are_refused() -> None:
     rows = Rows(random_logits(2, 100), [PLAIN, PLAIN], 100)
     rows.vocab_size = 101
     with pytest.raises(ValueError, match="vocab_size 101"):
+        rows.logprobs()
+    rows.vocab_size, rows.scratch = 100, RowScratch.allocate(3, 5000, DEVICE)
+    with pytest.raises(ValueError, match="the last block of the scratch's"):
         rows.logprobs()
     with pytest.raises(ValueError, match="must be int32"):
         rebuild_counts(torch.zeros(2, 3), torch.zeros(4, dtype=torch.int32), 1)

@@ -115,7 +115,7 @@ def test_the_emulation_finds_what_is_left_out(left_out: str) -> None:
 
 def test_tiles() -> None:
     """For any size there is a tile whose ring fits shared memory."""
-    for T in (1, 65, 128, 129, 256, 300, 512, 4096, 8192, 100_000):
+    for T in (1, 32, 33, 64, 65, 128, 129, 256, 300, 512, 4096, 8192, 100_000):
         for F in (8, 3072, 8960, 14336):
             tile = tile_options(T, F)
             stage_bytes = (tile["TOKENS"] + 64 * tile["GROUPS"]) * 128
