@@ -46,6 +46,7 @@ waits holds nothing.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -75,6 +76,8 @@ from pico_vllm.step import (
     StepPlan,
     StepResult,
 )
+
+logger = logging.getLogger(__name__)
 
 WATERMARK = 0.03
 """Part of the pool that must stay free when a request enters beside others: without it, one that
@@ -396,7 +399,11 @@ class Scheduler:
         for request_id in request_ids:
             request = self._waiting.remove(request_id) or self._running.get(request_id)
             if request is not None:
-                self._finish(request, FinishReason.ERROR)
+                try:
+                    self._finish(request, FinishReason.ERROR)
+                except Exception:
+                    # In what its cached blocks push out: it has left by then, as the others will.
+                    logger.exception("eviction_failed behind request %s", request_id)
         if self._prefixes is not None:
             self._prefixes.drop_transfers()
         return StepEvents(

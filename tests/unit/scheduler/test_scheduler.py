@@ -424,6 +424,34 @@ def test_a_failed_step(has_plan: bool) -> None:
     assert world.answers["r2"] == answer_alone(world.requests["r2"])
 
 
+def test_a_failed_step_whose_evictions_fail_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of its requests end and are named, whatever their blocks' release raises at its end."""
+    world = World(max_num_seqs=3, num_blocks=16, has_cache=True)
+    for length in (20, 21, 22):
+        world.add(length, 9)
+    world.step()
+    release = PrefixCache.release
+
+    def fails_behind(cache: PrefixCache, *arguments: Any) -> None:
+        release(cache, *arguments)
+        raise OSError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixCache, "release", fails_behind)
+        events = world.scheduler.fail(world.plan())
+    assert events.request_ids == ("r0", "r1", "r2")
+    assert [record.message for record in caplog.records if "eviction_failed" in record.message] == [
+        f"eviction_failed behind request {request_id}" for request_id in events.request_ids
+    ]
+    world.take(events)
+    world.scheduler_invariants(committed=True)
+    other = world.add(5, 3)
+    world.run()
+    assert world.answers[other.request_id] == answer_alone(other)
+
+
 def test_requests_share_no_lists() -> None:
     """Two requests never have one list for outputs or blocks."""
     a, b = make_request(0, [1], 1), make_request(1, [1], 1)
