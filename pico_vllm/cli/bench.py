@@ -107,6 +107,7 @@ def bench_engine(
         for line in itertools.chain([first], measured):
             lines.add({"id": line["id"], "model": engine.model} | line | facts)
         lines.show()
+        lines.end()
 
 
 @app.command("kernels")
@@ -167,6 +168,7 @@ def bench_kernels(
     for line in time_kernels(sizes, chosen, GraphTimer(torch_device), limits):
         lines.add(line | facts)
     lines.show()
+    lines.end()
 
 
 @app.command("ladder")
@@ -215,6 +217,7 @@ def bench_ladder(
         parts = (engine.model, first["gpu"] or first["cpu"], first["commit"])
         plot_ladder(plot, lines.lines, " · ".join(part for part in parts if part))
         note(f"[plot written to {plot}]")
+    lines.end()
 
 
 def _pivot(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -202,6 +202,7 @@ def cache(
         of_last = [each for each in lines.lines if each["num_kv_blocks"] == pools[-1]]
         if len(of_last) > 1:
             print_table(PREFIX_COLUMNS, of_last[1:])
+    lines.end()
 
 
 def _replayed(

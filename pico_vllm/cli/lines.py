@@ -79,13 +79,16 @@ class Lines:
                 self._record_error = error
 
     def show(self, rows: Sequence[dict[str, Any]] | None = None) -> None:
-        """The table, of the lines if no other rows are given, and where the record is.
+        """The table, of the lines if no other rows are given."""
+        if not self._is_json:
+            print_table(self._columns, self.lines if rows is None else rows)
+
+    def end(self) -> None:
+        """Say where the record is. Comes last: nothing that was measured shall miss for an error.
 
         Raises:
             ConfigError: the record lacks lines.
         """
-        if not self._is_json:
-            print_table(self._columns, self.lines if rows is None else rows)
         if self._record_error is not None:
             raise ConfigError(
                 f"--record {self._record} took {self._num_recorded} of {len(self.lines)} lines: "

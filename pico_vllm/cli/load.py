@@ -144,6 +144,7 @@ def bench_load(
         parts = (engine.model, first["gpu"] or first["cpu"], first["commit"])
         plot_load(plot, lines.lines, " · ".join(part for part in parts if part))
         note(f"[plot written to {plot}]")
+    lines.end()
 
 
 @takes_config
@@ -192,6 +193,7 @@ def bench_interference(
         head = {"id": line["id"], "model": engine.model}
         lines.add(head | line | environment(config, commit=commit))
     lines.show()
+    lines.end()
 
 
 def _rates(text: str) -> list[float]:

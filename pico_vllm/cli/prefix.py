@@ -89,3 +89,4 @@ def bench_prefix(
             head = {"id": line["id"], "model": engine.model}
             lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
     lines.show()
+    lines.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pico_vllm import cli
 from pico_vllm.cli import main
 from pico_vllm.cli.lines import Lines, print_table
 from pico_vllm.errors import ConfigError
@@ -100,9 +102,23 @@ def test_a_disk_that_fills_up_costs_no_figure(capsys: pytest.CaptureFixture[str]
     lines = Lines(["a"], is_json=False, record=Path("/dev/full"))
     lines.add({"a": 1234})
     lines.add({"a": 5678})
+    lines.show()
+    table = capsys.readouterr().out
+    assert "1234" in table and "5678" in table
     with pytest.raises(
         ConfigError, match=r"/dev/full took 0 of 2 lines: No space left.*; make room"
     ):
-        lines.show()
-    table = capsys.readouterr().out
-    assert "1234" in table and "5678" in table
+        lines.end()
+
+
+def test_commands_end_their_lines_last() -> None:
+    """After whatever else they show or plot of them."""
+    num_commands = 0
+    for path in Path(cli.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if "= Lines(" in ast.unparse(function):
+                num_commands += 1
+                assert ast.unparse(function).rstrip().endswith("lines.end()"), function.name
+    assert num_commands == len(RECORDING)
