@@ -1,15 +1,14 @@
-"""Gate and up of an MLP with its SiLU on Hopper, for more rows than a read of the weights pays for.
+"""Gate and up of an MLP with its SiLU on Hopper, for prompts; for fewer rows hopper_gate_up_few.
 
 T tokens this step, E hidden size, F MLP size; the weight's rows are F of gate, then F of up
 
     out = silu(x @ gate.T) * (x @ up.T)
 
-A program takes tiles of 32 to 256 tokens and of 32 outputs a warpgroup, of which it has two or
-three. The copy engine (TMA) brings x and weights as far ahead as the ring in shared memory goes,
-across tiles, and weights before the kernel before is over. Weights are the left operand, since
-Hopper's instruction takes 64 rows of that one and up to 256 of the other: more products a byte of
-shared memory than the other way around. x is shared by as many weights as registers have sums for,
-since at 256 tokens multiprocessors read more x from L2 than weights from memory.
+A program takes tiles of 256 tokens and of 32 outputs a warpgroup, of which it has two or three. The
+copy engine (TMA) brings x and weights as far ahead as the ring in shared memory goes, across tiles,
+and weights before the kernel before is over. Weights are the left operand, since Hopper's
+instruction takes 64 rows of that one and up to 256 of the other: more products a byte of shared
+memory than the other way around. x is shared by as many weights as registers have sums for.
 
 Gate and up come interleaved by 8 rows, which are 8 outputs: so both sums of an output are in one
 thread. Its results go out through the stage of the ring whose turn it is.
@@ -21,12 +20,10 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from pico_vllm.kernels.gluon import (
     DTYPES,
-    TensorDescriptor,
     bring,
     fence_async_shared,
     gdc_launch_dependents,
@@ -42,30 +39,27 @@ from pico_vllm.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from pico_vllm.kernels.hopper_gate_up_few import (
+    BLOCK_K,
+    HALF,
+    MAX_SHARED_BYTES,
+    few_config,
+    few_gate_up,
+    halves_of,
+    silu_mul,
+)
 from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
 
-FEW_TOKENS, TOKENS = (32, 64, 128), 256
-"""Of a tile: the fewest that hold all tokens. Above 128, tiles of 128 take longer."""
-MIN_MANY, MAX_FEW = 1024, 256
-"""Between these numbers of tokens cuBLAS and a kernel for SiLU are as fast. On an H200, a layer's
-norm and MLP: Qwen2.5-1.5B 512 rows 84 us (80), 1,024 133 (151), 8,192 1,023 (1,155); Llama-3.1-8B
-1,024 535 to 551 (552), 8,192 4.26 ms (4.56). A step of Qwen2.5-1.5B at 96 / 128 / 192 / 256 rows
-1.68 / 1.77 / 2.22 / 2.51 ms (1.78 / 1.87 / 2.32 / 2.54)."""
-MIN_BUSY = 0.7
-"""Share of multiprocessors that few tokens must give work to, one tile each."""
-BLOCK_K = 64
-"""Of E, what the copy engine lays out without bank conflicts: 128 bytes."""
-HALF = 8
-"""Rows of gate, then of up: where the instruction's sums come to lie in one thread."""
+TOKENS = 256
+"""Of a tile."""
+MIN_MANY = 1024
+"""With fewer tokens, down to those of hopper_gate_up_few, cuBLAS and a kernel for SiLU are as fast.
+On an H200, a layer's norm and MLP: Qwen2.5-1.5B 512 rows 84 us (80), 1,024 133 (151), 8,192 1,023
+(1,155); Llama-3.1-8B 1,024 535 to 551 (552), 8,192 4.26 ms (4.56)."""
 GROUP_ROWS = 64
 """Weight rows of a warpgroup, half of them gate."""
-MAX_SHARED_BYTES = 227 * 1024
 TILES_ABREAST = 8
 """Tiles of tokens between which programs share weights; a few MB of x."""
-
-# Triton's own guard against denormal numbers, which next to 1 are none.
-EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
-RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
 def hopper_gate_up_reference(x_TE: Tensor, weight_NE: Tensor) -> Tensor:
@@ -140,13 +134,7 @@ def _silu_mul(sums):
     EIGHTS: gl.constexpr = sums.shape[0] // 16
     TOKENS: gl.constexpr = sums.shape[1]
     gate, up = gl.split(sums.reshape([EIGHTS, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    power = gl.inline_asm_elementwise(
-        EXP2, "=f,f", [gate * -1.4426950408889634], dtype=gl.float32, is_pure=True, pack=1
-    )
-    sigmoid = gl.inline_asm_elementwise(
-        RECIPROCAL, "=f,f", [1.0 + power], dtype=gl.float32, is_pure=True, pack=1
-    )
-    return (gate * sigmoid * up).reshape([EIGHTS * 8, TOKENS])
+    return silu_mul(gate, up).reshape([EIGHTS * 8, TOKENS])
 
 
 @gluon_jit()
@@ -242,19 +230,16 @@ def _work(
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         if USE_PDL:
             gdc_wait()
-        # As much as a warpgroup's weights of a stage take, half of that or less, or twice as much.
+        # Each half takes as much as a warpgroup's weights of a stage, and a fourth of its x.
         mine = weight_smem.index(stage * GROUPS + INDEX).reinterpret(
-            x_smem.dtype, [128 // SENT_TOKENS, SENT_TOKENS, OUTPUTS], out_desc.layout
+            x_smem.dtype, [SENT_TOKENS, OUTPUTS], out_desc.layout
+        )
+        others = x_smem.index(stage).reinterpret(
+            x_smem.dtype, [4, SENT_TOKENS, OUTPUTS], out_desc.layout
         )
         low, high = _halves(sums)
-        _send(out_desc, mine.index(0), low, token, output)
-        if SENT_TOKENS <= 64:
-            _send(out_desc, mine.index(1), high, token + SENT_TOKENS, output)
-        else:
-            others = x_smem.index(stage).reinterpret(
-                x_smem.dtype, [4, SENT_TOKENS, OUTPUTS], out_desc.layout
-            )
-            _send(out_desc, others.index(INDEX), high, token + SENT_TOKENS, output)
+        _send(out_desc, mine, low, token, output)
+        _send(out_desc, others.index(INDEX), high, token + SENT_TOKENS, output)
         wait_until_sent(0)
         mbarrier.arrive(empty.index(stage), count=1)
         turn += 1
@@ -337,24 +322,19 @@ def _fits(F: int, E: int) -> bool:
 
 def is_faster(T: int, F: int) -> bool:
     """Than cuBLAS and a kernel for SiLU behind it."""
-    if T >= MIN_MANY:
-        return True
-    num_tiles = triton.cdiv(F, tile_options(T, F)["GROUPS"] * GROUP_ROWS // 2)
-    is_one_wave = MIN_BUSY * NUM_MULTIPROCESSORS <= num_tiles <= NUM_MULTIPROCESSORS
-    return T <= MAX_FEW and is_one_wave
+    return T >= MIN_MANY or few_config(T, F) is not None
 
 
 def tile_options(T: int, F: int) -> dict[str, int]:
-    """Tokens, warpgroups and stages: as many as keep multiprocessors busy for the shortest time."""
-    tokens = next((tokens for tokens in FEW_TOKENS if tokens >= T), TOKENS)
+    """Warpgroups and stages: as many as keep multiprocessors busy for the shortest time."""
 
     def cost(groups: int) -> int:
-        num_tiles = triton.cdiv(T, tokens) * triton.cdiv(F, groups * GROUP_ROWS // 2)
+        num_tiles = triton.cdiv(T, TOKENS) * triton.cdiv(F, groups * GROUP_ROWS // 2)
         return triton.cdiv(num_tiles, NUM_MULTIPROCESSORS) * groups
 
     groups = min((3, 2), key=cost)
-    stage_bytes = (tokens + groups * GROUP_ROWS) * BLOCK_K * 2 + 16
-    return {"TOKENS": tokens, "GROUPS": groups, "STAGES": (MAX_SHARED_BYTES - 256) // stage_bytes}
+    stage_bytes = (TOKENS + groups * GROUP_ROWS) * BLOCK_K * 2 + 16
+    return {"GROUPS": groups, "STAGES": (MAX_SHARED_BYTES - 256) // stage_bytes}
 
 
 def hopper_gate_up(x_TE: Tensor, weight_NE: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -398,26 +378,21 @@ def hopper_gate_up(x_TE: Tensor, weight_NE: Tensor, *, out: Tensor | None = None
             )
     if T == 0:
         return out
+    config = few_config(T, F)
+    if config is not None:
+        few_gate_up(x_TE, weight_NE, out, config)
+        return out
     options: dict[str, Any] = launch_options(x_TE.device)
     tile = tile_options(T, F)
-    num_token_tiles = triton.cdiv(T, tile["TOKENS"])
+    num_token_tiles = triton.cdiv(T, TOKENS)
     num_output_tiles = triton.cdiv(F, tile["GROUPS"] * GROUP_ROWS // 2)
     num_programs = min(num_token_tiles * num_output_tiles, NUM_MULTIPROCESSORS)
     _hopper_gate_up_kernel[(num_programs,)](
-        tiles_of(x_TE, [tile["TOKENS"], BLOCK_K]),
-        _halves_of(weight_NE),
-        tiles_of(out, [tile["TOKENS"] // 2, GROUP_ROWS // 2]),
+        tiles_of(x_TE, [TOKENS, BLOCK_K]),
+        halves_of(weight_NE, GROUP_ROWS),
+        tiles_of(out, [TOKENS // 2, GROUP_ROWS // 2]),
         num_token_tiles, num_output_tiles, num_programs,
-        ROUNDS=triton.cdiv(E, BLOCK_K), TILES_ABREAST=TILES_ABREAST, num_warps=4,
+        ROUNDS=triton.cdiv(E, BLOCK_K), TOKENS=TOKENS, TILES_ABREAST=TILES_ABREAST, num_warps=4,
         **tile, **options,
     )  # fmt: skip
     return out
-
-
-def _halves_of(weight_NE: Tensor) -> TensorDescriptor:
-    """A tile is a warpgroup's weights: 8 rows of gate, the same 8 of up, the next 8 of gate."""
-    N, E = weight_NE.shape
-    shape, strides = [N // 2 // HALF, 2, HALF, E], [HALF * E, N // 2 * E, E, 1]
-    tile = [GROUP_ROWS // 2 // HALF, 2, HALF, BLOCK_K]
-    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
-    return TensorDescriptor(weight_NE, shape, strides, tile, layout)

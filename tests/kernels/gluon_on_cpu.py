@@ -45,10 +45,17 @@ def written_before(*tensors: Tensor) -> Iterator[None]:
         _written_before.clear()
 
 
-def on_cpu(module: types.ModuleType) -> types.SimpleNamespace:
-    """The module's functions, kernels among them, as they run here."""
+def on_cpu(module: types.ModuleType, *imported: types.SimpleNamespace) -> types.SimpleNamespace:
+    """The module's functions, kernels among them, as they run here. imported: of modules that it
+    takes kernels from."""
     names = dict(vars(module))
     names |= _LANGUAGE
+    for other in imported:
+        names |= {
+            name: value
+            for name, value in vars(other).items()
+            if name in names and isinstance(value, _Kernel)
+        }
     for name, value in vars(module).items():
         function = getattr(value, "fn", value)
         if not isinstance(function, types.FunctionType) or function.__module__ != module.__name__:

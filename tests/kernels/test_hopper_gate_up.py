@@ -13,6 +13,7 @@ from pairwise import pairwise
 from torch import Tensor
 
 from pico_vllm.kernels import hopper_gate_up as source
+from pico_vllm.kernels import hopper_gate_up_few
 from pico_vllm.kernels.gluon import HAS_GLUON
 from pico_vllm.kernels.hopper_gate_up import (
     can_take,
@@ -56,15 +57,13 @@ def check(x_TE: Tensor, weight_NE: Tensor, run: Callable[..., Tensor] = hopper_g
     return out
 
 
-def emulated(
-    groups: int, num_stages: int = 3, tokens: int = 256, num_programs: int = 3
-) -> Callable[..., Tensor]:
+def emulated(groups: int, num_stages: int = 3, num_programs: int = 3) -> Callable[..., Tensor]:
     """Few programs, which take tile after tile."""
     from gluon_on_cpu import on_cpu, written_before  # needs Gluon
 
-    kernel = on_cpu(source)
+    kernel = on_cpu(source, on_cpu(hopper_gate_up_few))
     names = kernel.hopper_gate_up.__globals__
-    tile = {"TOKENS": tokens, "GROUPS": groups, "STAGES": num_stages}
+    tile = {"GROUPS": groups, "STAGES": num_stages}
     names["tile_options"] = lambda *arguments: tile
     names["NUM_MULTIPROCESSORS"] = num_programs
 
@@ -78,10 +77,9 @@ def emulated(
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("groups", "tokens", "sizes", "num_stages", "dtype"),
+    ("groups", "sizes", "num_stages", "dtype"),
     pairwise(
         [2, 3],
-        [32, 64, 128, 256],
         # Less than a tile and a round, edges in all three, rings longer than a tile, many tiles.
         [(3, 8, 8), (130, 104, 200), (300, 200, 520), (600, 72, 72)],
         [2, 4],
@@ -89,12 +87,12 @@ def emulated(
     ),
 )
 def test_source_on_cpu(
-    groups: int, tokens: int, sizes: tuple[int, int, int], num_stages: int, dtype: torch.dtype
+    groups: int, sizes: tuple[int, int, int], num_stages: int, dtype: torch.dtype
 ) -> None:
     """Sizes that no tile divides, short and long rings: the kernel's source, each wait as late as
     it may be, equals the reference in fp32 and writes nothing else."""
     x_TE, weight_NE = made(*sizes, dtype, CPU)
-    check(x_TE, weight_NE, emulated(groups, num_stages, tokens))
+    check(x_TE, weight_NE, emulated(groups, num_stages))
 
 
 @needs_gluon
@@ -118,16 +116,17 @@ def test_tiles() -> None:
     for T in (1, 32, 33, 64, 65, 128, 129, 256, 300, 512, 4096, 8192, 100_000):
         for F in (8, 3072, 8960, 14336):
             tile = tile_options(T, F)
-            stage_bytes = (tile["TOKENS"] + 64 * tile["GROUPS"]) * 128
+            stage_bytes = (source.TOKENS + 64 * tile["GROUPS"]) * 128
             assert tile["STAGES"] >= 4
             assert tile["STAGES"] * (stage_bytes + 16) + 8 <= source.MAX_SHARED_BYTES
 
 
 def test_where_it_is_faster() -> None:
-    """With many tokens always; with few, where there is about one tile a multiprocessor."""
+    """With many tokens always; with few, where tiles are about as many as multiprocessors."""
     for T in (1, 65, 128, 129, 256, 257, 1023, 1024, 8192):
-        assert is_faster(T, 8960) is (T <= 256 or T >= 1024), T
-        assert is_faster(T, 3072) is is_faster(T, 14336) is (T >= 1024), T
+        assert is_faster(T, 8960) is is_faster(T, 3072) is (T <= 256 or T >= 1024), T
+        assert is_faster(T, 14336) is (T <= 128 or T >= 1024), T
+        assert is_faster(T, 1536) is (64 < T <= 256 or T >= 1024), T
 
 
 COMPILE = """
@@ -137,10 +136,10 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from pico_vllm.kernels.hopper_gate_up import (
-    BLOCK_K, GROUP_ROWS, MAX_SHARED_BYTES, _hopper_gate_up_kernel as kernel
+    BLOCK_K, GROUP_ROWS, MAX_SHARED_BYTES, TOKENS, _hopper_gate_up_kernel as kernel
 )
 
-dtype, groups, TOKENS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+dtype, groups = sys.argv[1], int(sys.argv[2])
 shapes = {
     "x_desc": [TOKENS, BLOCK_K], "weight_desc": [GROUP_ROWS // 16, 2, 8, BLOCK_K],
     "out_desc": [TOKENS // 2, GROUP_ROWS // 2],
@@ -167,18 +166,11 @@ code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("dtype", "groups", "tokens"),
-    [
-        ("bf16", 3, 256),
-        pytest.param("fp16", 2, 256, marks=pytest.mark.slow),
-        pytest.param("bf16", 3, 128, marks=pytest.mark.slow),
-        pytest.param("bf16", 3, 64, marks=pytest.mark.slow),
-        ("fp16", 3, 32),
-    ],
+    ("dtype", "groups"), [("bf16", 3), pytest.param("fp16", 2, marks=pytest.mark.slow)]
 )
-def test_compiles_for_hopper(dtype: str, groups: int, tokens: int, tmp_path: Path) -> None:
+def test_compiles_for_hopper(dtype: str, groups: int, tmp_path: Path) -> None:
     """It becomes code for sm_90 that spills no registers and fits a multiprocessor."""
-    shared, usage = resources_of(COMPILE, dtype, groups, tokens, folder=tmp_path)
+    shared, usage = resources_of(COMPILE, dtype, groups, folder=tmp_path)
     assert shared <= source.MAX_SHARED_BYTES
     assert " STACK:0 " in usage and " LOCAL:0 " in usage
 
@@ -221,23 +213,19 @@ def test_no_tokens() -> None:
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(
-    ("shape", "dtype", "groups", "tokens"),
+    ("shape", "dtype", "groups"),
     pairwise(
         [(8960, 1536), (3072, 1024), (14336, 4096), (1000, 1000), (8, 8)],
         list(ALLOWED),
         [2, 3],
-        [32, 64, 128, 256],
     ),
 )
 def test_grid(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    groups: int,
-    tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int], dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both tiles and dtypes, real and odd shapes, rows around tiles, few and many."""
-    options = {"TOKENS": tokens, "GROUPS": groups, "STAGES": 4}
+    options = {"GROUPS": groups, "STAGES": 4}
+    monkeypatch.setattr(source, "few_config", lambda T, F: None)
     monkeypatch.setattr(source, "tile_options", lambda *arguments: options)
     for T in (1, 65, 128, 129, 256, 700, 2049):
         check(*made(T, *shape, dtype))
