@@ -14,7 +14,7 @@ import bisect
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,8 +28,9 @@ from pico_vllm.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
-Tail = Literal["sample", "full"]
-"""What follows the forward pass: ids by temperature alone, or all that a request can ask for."""
+Tail = Literal["greedy", "sample", "full"]
+"""What follows the forward pass: the likeliest ids, ids by temperature, or all that a request can
+ask for."""
 EXTEND_TOKENS = (
     *range(16, 64, 8), *range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 128), 4096,
 )  # fmt: skip
@@ -62,15 +63,18 @@ class CudaGraphs:
         self,
         run: Callable[[Shape, Tail], None],
         prepare: Callable[[Shape, Tail], None],
+        tails_of: Callable[[Shape], tuple[Tail, ...]],
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
     ) -> None:
         """run: the work of a shape on what lies at its addresses. prepare: the same once on padding
-        alone, so that all that is made on first use is there before capture."""
+        alone, so that all that is made on first use is there before capture. tails_of: those that
+        steps of a shape may have."""
         self._run = run
         self._prepare = prepare
+        self._tails_of = tails_of
         self._decode_sizes = decode_sizes(max_num_seqs)
         self._max_model_len = max_model_len
         self._request_sizes = extend_request_sizes(max_num_seqs)
@@ -140,7 +144,7 @@ class CudaGraphs:
         return [Shape(tokens, size, is_decode=False) for tokens, size in sizes if tokens]
 
     def capture_decodes(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        graphs = [(shape, tail) for shape in self.decode_shapes() for tail in get_args(Tail)]
+        graphs = [(shape, tail) for shape in self.decode_shapes() for tail in self._tails_of(shape)]
         for index, (shape, tail) in enumerate(graphs):
             self.capture(shape, tail)
             if on_progress is not None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from pico_vllm.cache.contiguous import ContiguousKV, NoKV
-from pico_vllm.cache.kv_pool import PagedKV
+from pico_vllm.cache.kv_pool import DecodeStep, PagedKV
 from pico_vllm.cache.tiers.disk import make_folder
 from pico_vllm.cache.tiers.host_pool import HostPool
 from pico_vllm.config import hardware
@@ -24,6 +25,7 @@ from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.model_runner import KVCache, ModelRunner, Runner
 from pico_vllm.engine.tier_loading import allocate_host_pool, build_tiers
 from pico_vllm.errors import ConfigError, ModelLoadError
+from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.layers.linear import OneDnnWeight
 from pico_vllm.layers.plain import PlainLayers
 from pico_vllm.models.gguf import GGUFSource
@@ -461,7 +463,11 @@ def _plain_runner(
         block_size=config.block_size,
         device=device,
     )
-    graphs = CpuGraphs(model.forward) if config.cpu_graph == "on" else None
+
+    def forward(batch: ForwardBatch, step: DecodeStep) -> Tensor:
+        return model.forward(batch, step).x_TE
+
+    graphs = CpuGraphs(forward) if config.cpu_graph == "on" else None
     return ModelRunner(model, kv, batch_builder, sampler, graphs)
 
 

@@ -20,6 +20,7 @@ from pico_vllm.engine.cpu_graph import CpuGraphs
 from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.layers.attention import KVStep
+from pico_vllm.layers.linear import Residual
 from pico_vllm.sampler.sampler import Sampler
 from pico_vllm.step import NO_TOKEN, BlockCopies, BlockCopy, StepPlan, StepResult, TokenLogprobs
 
@@ -45,7 +46,9 @@ class KVCache(Protocol):
 class Model(Protocol):
     vocab_size: int
 
-    def forward(self, batch: ForwardBatch, kv: KVStep, wanted: Tensor | None = None) -> Tensor: ...
+    def forward(
+        self, batch: ForwardBatch, kv: KVStep, wanted: Tensor | None = None
+    ) -> Residual: ...
 
     def logits(self, hidden_NE: Tensor) -> Tensor: ...
 
@@ -126,7 +129,7 @@ class ModelRunner:
             last = None
             if not wants_all and batch.num_tokens > len(plan.rows):
                 last = batch.query_start_loc[1:] - 1
-            hidden_TE = self._model.forward(batch, kv_step, last)
+            hidden_TE = self._model.forward(batch, kv_step, last).x_TE
             prompt_logprobs = {}
             if wants_all:
                 prompt_logprobs = self._prompt_logprobs.compute(plan, hidden_TE)

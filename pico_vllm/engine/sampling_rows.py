@@ -52,11 +52,13 @@ class SamplingRows:
         self.asked.numbers_WF[:, full_sample.NUM_LOGPROBS.value] = -1
         self.needs_full_W = np.zeros(W, np.bool_)
         """More than temperature: adjusted, filtered, or with log-probabilities."""
+        self.is_greedy_W = np.ones(W, np.bool_)
         self.num_logprobs_W = np.full(W, -1, np.int32)
 
     def enter(self, new: NewRow) -> None:
         """A request enters the batch: what the host must know to launch its first step."""
         params = new.params
+        self.is_greedy_W[new.row] = params.is_greedy
         self.num_logprobs_W[new.row] = -1 if params.logprobs is None else params.logprobs
         is_filtered = not params.is_greedy and (
             0 < params.top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0

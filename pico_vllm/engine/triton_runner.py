@@ -27,12 +27,14 @@ from pico_vllm.engine.model_runner import PendingResult
 from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.kernels import hopper_head
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample
 from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
 from pico_vllm.kernels.host_words import publish_ids
 from pico_vllm.kernels.launch import compiled_in_parallel
 from pico_vllm.kernels.paged_decode import are_long
+from pico_vllm.kernels.rms_norm import rms_norm
 from pico_vllm.kernels.shared_prefix import MIN_SHARING
 from pico_vllm.kernels.small_linear import MAX_ROWS
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
@@ -202,6 +204,7 @@ class TritonRunner:
             self.graphs = CudaGraphs(
                 self.run_shape,
                 self._prepare,
+                lambda shape: self._tails_of(shape.num_requests),
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=max_model_len,
@@ -223,8 +226,7 @@ class TritonRunner:
             self._prompt_logprobs.start(new)
         wants_prompt = self._prompt_logprobs.are_wanted(plan)
         sampled_rows = plan.rows[plan.is_sampled]
-        needs_full = np.count_nonzero(self._sampling.needs_full_W[sampled_rows]) > 0
-        tail: Tail = "full" if needs_full else "sample"
+        tail = self._tail_of(sampled_rows, len(plan.rows))
         shared = self._find_shared(plan)
         shape = None if wants_prompt else self._shape_for(plan, tail, shared)
         if shape is not None and self._has_graph(shape, tail):
@@ -234,6 +236,24 @@ class TritonRunner:
             return pending
         shape = shape or _exact_shape(plan, shared)
         return self._launch_eagerly(plan, tail, shape, shared, wants_prompt=wants_prompt)
+
+    def _tail_of(self, sampled_rows: NDArray[np.int32], num_requests: int) -> Tail:
+        if np.count_nonzero(self._sampling.needs_full_W[sampled_rows]):
+            return "full"
+        if np.count_nonzero(self._sampling.is_greedy_W[sampled_rows]) < len(sampled_rows):
+            return "sample"
+        return self._tails_of(num_requests)[0]
+
+    def _tails_of(self, num_requests: int) -> tuple[Tail, ...]:
+        """That steps of so many requests may have, the simplest first."""
+        head, V, E = self._model.head, self._vocab_size, self._model.hidden_size
+        if (
+            isinstance(head, TritonLinear)
+            and hopper_head.can_take(self._device, self._model.dtype, E)
+            and hopper_head.is_faster(num_requests, V)
+        ):
+            return "greedy", "sample", "full"
+        return "sample", "full"
 
     def _find_shared(self, plan: StepPlan) -> SharedPrefix | None:
         """The prefix that attention is to read once for those that share it, where that pays."""
@@ -312,7 +332,9 @@ class TritonRunner:
         try:
             with compiled_in_parallel(self._device):
                 for shape in shapes:
-                    self.run_padding(shape, "full")
+                    for tail in self._tails_of(shape.num_requests):
+                        if tail != "sample":  # which the full one holds
+                            self.run_padding(shape, tail)
         finally:
             self._model.layers = layers
 
@@ -366,19 +388,25 @@ class TritonRunner:
         sample_at = None if is_decode else batch.feed.sample_at
         kv_step = self._kv.for_step(batch)
         if wants_all:
-            x_TE = self._model.forward(batch, kv_step)
-            x_RE = x_TE if sample_at is None else x_TE.index_select(0, sample_at)
+            x_TE = self._model.forward(batch, kv_step).x_TE
+            last = Residual(x_TE if sample_at is None else x_TE.index_select(0, sample_at))
         else:
-            x_TE = x_RE = self._model.forward(batch, kv_step, sample_at)
-        self._sample(batch, x_RE, tail)
-        publish_ids(self._ids[: len(x_RE)], self._batch_builder.device_turn, self._host_ids)
+            last = self._model.forward(batch, kv_step, sample_at)
+            x_TE = last.x_TE
+        self._sample(batch, last, tail)
+        ids_R = self._ids[: len(last.x_TE)]
+        publish_ids(ids_R, self._batch_builder.device_turn, self._host_ids)
         return x_TE
 
-    def _sample(self, batch: ForwardBatch, x_RE: Tensor, tail: Tail) -> None:
+    def _sample(self, batch: ForwardBatch, last: Residual, tail: Tail) -> None:
+        """last: of each request's last token."""
         sampling, feed = self._sampling, batch.feed
         assert feed is not None
-        R, vocab_size = len(x_RE), self._vocab_size
+        R, vocab_size = len(last.x_TE), self._vocab_size
         out_R = self._ids[:R]
+        if tail == "greedy":
+            self._choose_likeliest(last, feed.table_rows, feed.last_tokens, out_R)
+            return
         requests = {"rows_R": feed.table_rows, "positions_R": batch.seq_lens}
         around = requests | {
             "temperatures_W": sampling.temperatures_W,
@@ -387,7 +415,7 @@ class TritonRunner:
             "last_tokens_W": feed.last_tokens,
             "out_R": out_R,
         }
-        logits_RV = self._choose(x_RE, around)
+        logits_RV = self._choose(last, around)
         if tail == "sample":
             return
         asked, scratch = sampling.asked, self._row_scratch
@@ -397,13 +425,25 @@ class TritonRunner:
             scratch=scratch, out_RN=self._logprob_words[:R], **requests,
         )  # fmt: skip
 
-    def _choose(self, x_RE: Tensor, around: Mapping[str, Tensor]) -> Tensor:
+    def _choose_likeliest(
+        self, last: Residual, rows_R: Tensor, last_tokens_W: Tensor, out_R: Tensor
+    ) -> None:
+        head, norm, normed_RE = self._model.head, self._model.norm, last.normed_TE
+        assert isinstance(head, TritonLinear)
+        if normed_RE is None:
+            normed_RE = rms_norm(last.x_TE, norm.weight_E, norm.eps)
+        hopper_head.hopper_head(
+            normed_RE, head.weight.weight_NK, vocab_size=self._vocab_size, rows_R=rows_R,
+            last_tokens_W=last_tokens_W, scratch=self._head_scratch, out_R=out_R,
+        )  # fmt: skip
+
+    def _choose(self, last: Residual, around: Mapping[str, Tensor]) -> Tensor:
         """By temperature alone; also the logits, [R, V] in the model's dtype."""
-        head, norm = self._model.head, self._model.norm
+        head, norm, x_RE = self._model.head, self._model.norm, last.x_TE
         options = {"vocab_size": self._vocab_size, "scratch": self._head_scratch, **around}
         if isinstance(head, TritonLinear) and len(x_RE) <= MAX_ROWS:
             return head_sample(x_RE, norm.weight_E, norm.eps, head.weight.weight_NK, **options)
-        logits_RV = head.normed(norm, Residual(x_RE))
+        logits_RV = head.normed(norm, last)
         sample_logits(logits_RV, **options)
         return logits_RV
 

@@ -13,6 +13,7 @@ key = seed, counter = (id // 4, position, sample index, 0), word id % 4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -271,7 +272,8 @@ def head_sample(
     The logits exist in memory, for one more short kernel: with the choice at the end of the head's
     own programs both took longer (114 us instead of 105 at one request, 159 instead of 131 at 64).
     """
-    _check(x_RE.shape[0], head_VE.shape[0], vocab_size, rows_R, positions_R, out_R)
+    vectors = {"rows": rows_R, "positions": positions_R, "out": out_R}
+    check_requests(x_RE.shape[0], head_VE.shape[0], vocab_size, vectors)
     logits_RV = small_linear(x_RE, head_VE, norm_K=norm_E, eps=eps, scratch=scratch.linear)
     sample_logits(
         logits_RV, vocab_size=vocab_size, rows_R=rows_R, positions_R=positions_R,
@@ -318,7 +320,8 @@ def sample_logits(
         raise ValueError(f"{R} requests; the scratch takes 1 to {scratch.keys.shape[0]}")
     if logits_RV.stride(1) != 1:
         raise ValueError(f"logits have strides {logits_RV.stride()}; ids must be contiguous")
-    _check(R, V, vocab_size, rows_R, positions_R, out_R)
+    vectors = {"rows": rows_R, "positions": positions_R, "out": out_R}
+    check_requests(R, V, vocab_size, vectors)
     num_programs = max(1, min(MOST_PROGRAMS // R, triton.cdiv(vocab_size, BLOCK_V)))
     _sample_logits_kernel[(R, num_programs)](
         logits_RV, rows_R, positions_R, temperatures_W, seeds_W, sample_indices_W, last_tokens_W,
@@ -327,11 +330,10 @@ def sample_logits(
     )  # fmt: skip
 
 
-def _check(
-    R: int, V: int, vocab_size: int, rows_R: Tensor, positions_R: Tensor, out_R: Tensor
-) -> None:
+def check_requests(R: int, V: int, vocab_size: int, vectors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where ids are more than the head has, or a vector is not of requests."""
     if not 1 <= vocab_size <= V:
         raise ValueError(f"vocab_size {vocab_size} is not from 1 to the {V} logits there are")
-    for name, tensor in (("rows", rows_R), ("positions", positions_R), ("out", out_R)):
+    for name, tensor in vectors.items():
         if tensor.shape != (R,) or not tensor.is_contiguous():
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(R,)}, or has gaps")

@@ -123,7 +123,7 @@ class LlamaForCausalLM:
         num_bytes = sum(linear.num_bytes for linear in self.linears)
         return num_bytes if self.has_tied_head else num_bytes + self.embed.weight.num_bytes
 
-    def forward(self, batch: ForwardBatch, kv: KVStep, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KVStep, wanted: Tensor | None = None) -> Residual:
         """Hidden states before the last norm: [T, E], or [R, E] where `wanted` names the last token
         of each request. In the last layer the others only leave their keys and values."""
         x_TE = self.embed.forward(batch)
@@ -131,8 +131,8 @@ class LlamaForCausalLM:
         residual = Residual(x_TE)
         for layer, next_layer in pairwise(self.layers):
             residual = layer.forward(residual, cos_sin, kv, next_norm=next_layer.attention.norm)
-        return self.layers[-1].forward(residual, cos_sin, kv, wanted).x_TE
+        return self.layers[-1].forward(residual, cos_sin, kv, wanted, next_norm=self.norm)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """[N, V] fp32 from rows of what `forward` gives."""
+        """[N, V] fp32 from rows of the stream that `forward` gives."""
         return self.head.normed(self.norm, Residual(hidden_NE)).float()

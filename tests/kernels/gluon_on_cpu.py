@@ -57,6 +57,8 @@ def on_cpu(module: types.ModuleType, *imported: types.SimpleNamespace) -> types.
             if name in names and isinstance(value, _Kernel)
         }
     for name, value in vars(module).items():
+        if isinstance(value, gl.constexpr):
+            names[name] = value.value
         function = getattr(value, "fn", value)
         if not isinstance(function, types.FunctionType) or function.__module__ != module.__name__:
             continue
@@ -389,6 +391,10 @@ def _atomic_add(pointer: _Pointer, value: int, sem: str) -> int:
     return before
 
 
+def _atomic_max(pointer: _Pointer, values: Tensor, mask: Tensor, sem: str) -> None:
+    _store(pointer, torch.maximum(_load(pointer, mask), values), mask)
+
+
 def _where(condition: Any, a: Any, b: Any) -> Tensor:
     return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
@@ -413,10 +419,12 @@ _LANGUAGE: dict[str, Any] = {
         load=_load,
         store=_store,
         atomic_add=_atomic_add,
+        atomic_max=_atomic_max,
         where=_where,
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         max=lambda x, axis: x.amax(axis),
+        min=lambda x, axis: x.amin(axis),
         sum=lambda x, axis: x.sum(axis),
         exp=torch.exp,
         exp2=torch.exp2,
@@ -432,6 +440,7 @@ _LANGUAGE: dict[str, Any] = {
         warp_specialize=_warp_specialize,
         float16=torch.float16,
         float32=torch.float32,
+        int32=torch.int32,
         int64=torch.int64,
         BlockedLayout=_no_layout,
         DotOperandLayout=_no_layout,

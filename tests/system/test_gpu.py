@@ -208,12 +208,13 @@ def test_bf16_logits_are_as_near_as_transformers_own(subject: Subject) -> None:
         assert ours.shape == exact[at].shape and ours_error <= 2 * their_error
 
 
-@pytest.mark.parametrize("batch", [1, 8, 16])
+@pytest.mark.parametrize("batch", [1, 8, 16, 40])
 def test_graph_and_overlap_change_nothing(subject: Subject, batch: int) -> None:
     """In bf16 a graph gives the bits of eager launches of its size, and overlap those of the plain
     loop, over 256 tokens."""
     prompts = random_prompts([20] * batch, seed=batch)
-    settings = SETTINGS | {"dtype": "bfloat16", "max_num_seqs": batch, "num_kv_blocks": 400}
+    settings = SETTINGS | {"dtype": "bfloat16", "max_num_seqs": batch}
+    settings["num_kv_blocks"] = 20 * max(batch, 20)
     answers = {}
     for cuda_graph, overlap in (("off", "off"), ("lazy", "off"), ("lazy", "on")):
         with LLM(subject.folder, cuda_graph=cuda_graph, overlap=overlap, **settings) as llm:

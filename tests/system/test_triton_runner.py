@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tiny
 import torch
 from tiny import greedy
+from torch import Tensor
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.cache import triton_kv
@@ -17,7 +18,14 @@ from pico_vllm.engine import triton_runner
 from pico_vllm.engine.cuda_graph import CudaGraphs, Tail
 from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
-from pico_vllm.kernels import paged_decode, paged_prefill, shared_prefix, small_linear
+from pico_vllm.kernels import (
+    hopper_head,
+    paged_decode,
+    paged_prefill,
+    shared_prefix,
+    small_linear,
+)
+from pico_vllm.kernels.head_sample import HeadScratch
 from pico_vllm.kernels.hopper_prefill import hopper_prefill_reference
 from pico_vllm.layers.linear import Linear
 from pico_vllm.layers.triton_linear import InvariantLinear
@@ -69,6 +77,12 @@ def saved_model(folder: Path, family: str, *, num_layers: int) -> Path:
     return tiny.save_model(folder, tiny.random_model(config, seed=11))
 
 
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[list[int]]:
+    with LLM(str(model), **PLAIN) as llm:
+        return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, greedy(4))]
+
+
 def test_same_answers_as_plain_operations(model: Path) -> None:
     """A whole prompt, and one in chunks beside a decoding request, give the tokens of plain
     operations, with overlap; so do temperature in the fused tail, and a filter with
@@ -104,6 +118,43 @@ def test_same_answers_as_plain_operations(model: Path) -> None:
         for output in (found[2], wanted[2])
     ]
     assert values[0] == pytest.approx(values[1], abs=1e-4) and len(values[0]) >= 2
+
+
+def test_the_likeliest_alone_where_nobody_asks_for_more(
+    model: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a head can do without logits, steps of greedy requests take it, captured or not, and
+    those with a sampled one beside them do not; the greedy one's tokens stay the same."""
+    num_taken = []
+
+    def choose(
+        x_RE: Tensor, head_VE: Tensor, *, vocab_size: int, rows_R: Tensor, last_tokens_W: Tensor,
+        scratch: HeadScratch, out_R: Tensor,
+    ) -> None:  # fmt: skip
+        num_taken.append(len(x_RE))
+        ids_R = (x_RE @ head_VE.T)[:, :vocab_size].argmax(1)
+        out_R.copy_(ids_R)
+        last_tokens_W[rows_R.long()] = ids_R
+
+    monkeypatch.setattr(hopper_head, "can_take", lambda *_: True)
+    monkeypatch.setattr(hopper_head, "is_faster", lambda R, vocab_size: R >= 2)
+    monkeypatch.setattr(hopper_head, "hopper_head", choose)
+    params = [greedy(2), SamplingParams(max_tokens=2, temperature=1.3, seed=5, ignore_eos=True)]
+    with LLM(str(model), **SETTINGS) as llm:
+        for has_graphs in (False, True):
+            if has_graphs:
+                _run_at_once(llm)
+            num_taken.clear()
+            outputs = llm.generate(PROMPTS, greedy(2))
+            assert [each.outputs[0].token_ids for each in outputs] == [ids[:2] for ids in wanted]
+            assert num_taken and set(num_taken) == {2}
+        llm.engine._runner.capture_decodes(lambda *_: None)
+        tails = {(s.num_requests, t) for s, t in llm.engine._runner.graphs._graphs if s.is_decode}
+        assert tails == {(1, "sample"), (1, "full"), *((2, t) for t in get_args(Tail))}
+        num_taken.clear()
+        outputs = llm.generate(PROMPTS, params)
+        assert outputs[0].outputs[0].token_ids == wanted[0][:2]
+        assert not num_taken
 
 
 @pytest.mark.parametrize(
@@ -357,16 +408,11 @@ def _run_at_once(llm: LLM) -> None:
     runner.graphs = RunAtOnce(
         runner.run_shape,
         runner._prepare,
+        lambda shape: runner._tails_of(shape.num_requests),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
     )
-
-
-@pytest.fixture(scope="module")
-def wanted(model: Path) -> list[list[int]]:
-    with LLM(str(model), **PLAIN) as llm:
-        return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, greedy(4))]
 
 
 def test_captures_between_steps(model: Path, wanted: list[list[int]]) -> None:
