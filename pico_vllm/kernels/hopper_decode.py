@@ -305,14 +305,18 @@ def _hopper_decode_kernel(
     new_smem.index(0).slice(HALF, HALF).store(k_high)
     new_smem.index(1).store(v_new)
     q = gl.join(q_low, q_high).permute((0, 2, 1)).reshape([ROWS, D])
-    # Rows of no head hold what was there: each row of a product depends on that row alone.
     q_smem.slice(0, ROWS).store(q)
+    if ROWS == 8:
+        # Rows of no head: whatever was there would do, but products of zeros take less power.
+        q_smem.slice(8, 8).store(gl.zeros([8, D], dtype, layout))
     sync_threads()
     q = q_smem.load(a_layout)
 
     n = gl.arange(0, 16, gl.SliceLayout(0, mma))
     nothing = gl.zeros([16, 16], gl.float32, mma)
-    highest = gl.full([16], float("-inf"), gl.float32, mma_rows)
+    # Beside it scores of no head have no weight: again for power.
+    is_head_row = gl.arange(0, 16, mma_rows) < GROUP
+    highest = gl.where(is_head_row, float("-inf"), 1e30)
     total = gl.zeros([16], gl.float32, mma_rows)
     acc = gl.zeros([16, D], gl.float32, mma)
     for j in range(0, num_rounds):
