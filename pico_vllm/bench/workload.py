@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,11 @@ from pico_vllm.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"
 MAX_RANDOM_ID = 150_000
+
+
+KINDS = ("decode", "ttft", "mixed", "prefix")
+RANGES = ("prompt", "out", "suffix")
+"""What may be the bounds of a uniform draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +56,54 @@ class Workload:
         return _mean(self.prompt) + _mean(self.out) / 2
 
 
-def read_workloads(device: str) -> list[Workload]:
-    """The file for this kind of device."""
-    name = "workloads-cpu.json" if device == "cpu" else "workloads.json"
-    entries = json.loads((DATA / name).read_text())["workloads"]
-    return [
-        Workload(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
-        for entry in entries
-    ]
+def read_workloads(device: str, file: Path | None = None) -> list[Workload]:
+    """Those of a file, or of our own for this kind of device.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is no workload.
+    """
+    file = file or DATA / ("workloads-cpu.json" if device == "cpu" else "workloads.json")
+    try:
+        content = json.loads(file.read_text())
+        entries = content["workloads"] if isinstance(content, dict) else content
+        workloads = [_workload(entry) for entry in entries]
+        if not workloads or len({each.id for each in workloads}) < len(workloads):
+            raise ValueError("it takes one at least, and no id twice")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{file} does not hold workloads: {error!r}; see {DATA / 'workloads.json'} "
+            "for one that does",
+            param="workloads",
+        ) from error
+    return workloads
+
+
+def _workload(entry: dict[str, Any]) -> Workload:
+    """Raises TypeError or ValueError where it is none."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{entry!r} is no object")
+    workload = Workload(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
+    if not isinstance(workload.id, str) or workload.kind not in KINDS:
+        raise ValueError(
+            f"id {workload.id!r}, kind {workload.kind!r}; kinds are {', '.join(KINDS)}"
+        )
+    for field in fields(Workload)[2:]:
+        value = getattr(workload, field.name)
+        bounds = value if isinstance(value, tuple) and field.name in RANGES else (value, value)
+        least = 0 if field.name in ("prompt", "shared", "suffix") else 1
+        is_range = len(bounds) == 2 and all(type(each) is int for each in bounds)
+        if not is_range or not least <= bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"{workload.id}: {field.name} is {value}; it takes a number from {least} on"
+                + ", or two that bound it" * (field.name in RANGES)
+            )
+    if workload.kind == "decode" and (isinstance(workload.out, tuple) or workload.out < 2):
+        raise ValueError(f"{workload.id}: out is {workload.out}; decode takes a number from 2 on")
+    if workload.kind == "prefix" and workload.requests < 2:
+        raise ValueError(f"{workload.id}: requests is {workload.requests}; prefix takes 2 at least")
+    if not _lowest(workload.prompt) + workload.shared + _lowest(workload.suffix):
+        raise ValueError(f"{workload.id}: requests without a token")
+    return workload
 
 
 def select(workloads: list[Workload], only: str | None) -> list[Workload]:
@@ -132,6 +178,10 @@ class PromptSource:
 
 def _mean(bounds: int | tuple[int, int]) -> float:
     return bounds if isinstance(bounds, int) else sum(bounds) / 2
+
+
+def _lowest(bounds: int | tuple[int, int]) -> int:
+    return bounds[0] if isinstance(bounds, tuple) else bounds
 
 
 def _highest(bounds: int | tuple[int, int]) -> int:

@@ -48,6 +48,10 @@ def bench_engine(
     only: Annotated[
         str | None, typer.Option(help="Run these workloads only, ids with commas between.")
     ] = None,
+    workloads_file: Annotated[
+        Path | None,
+        typer.Option("--workloads", help="Those of this file instead of our own (JSON)."),
+    ] = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(help=f"Time a peer beside ours, in the same run: {' or '.join(PEERS)}."),
@@ -66,7 +70,7 @@ def bench_engine(
             f"cannot compare with {', '.join(unknown)}; there are {', '.join(PEERS)}",
             param="compare",
         )
-    workloads = _workloads(engine, only)
+    workloads = _workloads(engine, only, workloads_file)
     with load_llm(engine) as llm:
         from pico_vllm.bench.engine import KEYS, PicoEngine, run_workloads
         from pico_vllm.bench.record import environment
@@ -230,12 +234,12 @@ def _pivot(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _workloads(engine: EngineConfig, only: str | None) -> list[Workload]:
+def _workloads(engine: EngineConfig, only: str | None, file: Path | None) -> list[Workload]:
     """Those to run, checked against what was asked for before anything is loaded."""
     from pico_vllm.bench.workload import check_workloads, read_workloads, select
     from pico_vllm.engine.loading import settle_device
 
-    workloads = select(read_workloads(settle_device(engine.device).type), only)
+    workloads = select(read_workloads(settle_device(engine.device).type, file), only)
     check_workloads(workloads, max_model_len=engine.max_model_len, max_num_seqs=engine.max_num_seqs)
     return workloads
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from pico_vllm.bench.workload import Workload, check_workloads, read_workloads, select
@@ -7,7 +10,7 @@ from pico_vllm.errors import ConfigError
 
 DECODE = Workload(id="d", kind="decode", batch=8, prompt=100, out=28)
 MIXED = Workload(id="m", kind="mixed", batch=8, prompt=(10, 30), out=(100, 300))
-PREFIX = Workload(id="p", kind="prefix", shared=50, suffix=(4, 8), out=1)
+PREFIX = Workload(id="p", kind="prefix", shared=50, suffix=(4, 8), out=1, requests=2)
 
 
 def test_sizes_of_a_workload() -> None:
@@ -45,6 +48,46 @@ def test_what_fits_or_is_not_known_passes() -> None:
     check_workloads([DECODE], max_model_len=128, max_num_seqs=8, num_kv_tokens=1024)
     check_workloads([MIXED, PREFIX], max_model_len=330, max_num_seqs=1, num_kv_tokens=330)
     check_workloads([DECODE, MIXED, PREFIX], max_model_len=None)
+
+
+def test_workloads_of_a_file(tmp_path: Path) -> None:
+    """They stand for our own; what is none is refused with its place, its value and a form to
+    follow."""
+    file = tmp_path / "mine.json"
+    good = {"id": "a", "kind": "decode", "batch": 1024, "prompt": [5, 512], "out": 64}
+    file.write_text(json.dumps({"workloads": [good], "comment": "ours"}))
+    found = read_workloads("cuda", file)
+    assert found == [Workload(id="a", kind="decode", batch=1024, prompt=(5, 512), out=64)]
+    ttft = {"id": "b", "kind": "ttft", "prompt": 9}
+    cases: list[tuple[object, str]] = [
+        ([], "one at least"),
+        ([good, good], "no id twice"),
+        ([good | {"kind": "decod"}], "id 'a', kind 'decod'; kinds are decode, ttft, "),
+        ([good | {"batch": 0}], "a: batch is 0; it takes a number from 1 on"),
+        ([good | {"batch": [1, 2]}], r"a: batch is \(1, 2\); it takes a number"),
+        ([good | {"batch": True}], "a: batch is True; it takes a number"),
+        ([good | {"batchs": 3}], "unexpected keyword argument 'batchs'"),
+        ([good | {"prompt": [9, 5]}], r"a: prompt is \(9, 5\); .*two that bound it"),
+        ([good | {"prompt": "9"}], "a: prompt is 9; it takes a number"),
+        ([good | {"prompt": 0}], "a: requests without a token"),
+        ([good | {"out": 1}], "a: out is 1; decode takes a number from 2 on"),
+        ([good | {"out": [2, 9]}], r"a: out is \(2, 9\); decode takes a number"),
+        ([ttft | {"kind": "prefix"}], "b: requests is 1; prefix takes 2 at least"),
+        ([{"kind": "ttft", "prompt": 9}], "missing 1 required keyword-only argument: 'id'"),
+        (["none"], "'none' is no object"),
+        (None, "NoneType"),
+    ]
+    for workloads, message in cases:
+        file.write_text(json.dumps({"workloads": workloads}))
+        with pytest.raises(ConfigError, match=message) as error:
+            read_workloads("cuda", file)
+        assert error.value.param == "workloads" and str(file) in error.value.message
+    file.write_text("[")
+    for missing in (file, tmp_path, tmp_path / "nobody.json"):
+        with pytest.raises(
+            ConfigError, match=r"does not hold workloads: .* see .* for one that does"
+        ):
+            read_workloads("cuda", missing)
 
 
 def test_the_files_hold_the_workloads_that_engines_are_compared_on() -> None:
