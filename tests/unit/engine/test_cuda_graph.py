@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from pico_vllm.engine.cuda_graph import CudaGraphs, decode_sizes
+from pico_vllm.engine.cuda_graph import CudaGraphs, Tail, decode_sizes
 from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.step import StepPlan
 
@@ -21,6 +21,7 @@ def graphs(max_num_seqs: int, max_model_len: int, budget: int = 8192) -> CudaGra
     return CudaGraphs(
         nothing,
         nothing,
+        lambda shape: get_args(Tail),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
