@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pico_vllm.bench.peers.base import BenchEngine
@@ -108,25 +108,22 @@ class _Run:
     """What it took to answer some prompts."""
 
     seconds: float
-    host_s: float
-    num_host_steps: int
-
-    def host_ms_per_step(self, without: _Run | None = None) -> float | None:
-        """Of the steps that this run has more than the other; None where nobody counted."""
-        host_s, num_steps = self.host_s, self.num_host_steps
-        if without is not None:
-            host_s, num_steps = host_s - without.host_s, num_steps - without.num_host_steps
-        return host_s / num_steps * 1e3 if num_steps > 0 else None
+    host_ms_per_step: float | None
+    """None where nobody counted."""
+    host_ms_per_decode_step: float | None
+    """Of steps in which all requests decoded."""
 
 
 def _run(engine: BenchEngine, prompts: list[list[int]], counts: list[int]) -> _Run:
     clock = engine.host_clock
-    host_before = (0.0, 0) if clock is None else (clock.host_s, clock.num_steps)
+    before = None if clock is None else (replace(clock.all_steps), replace(clock.decode_steps))
     start = time.perf_counter()
     engine.generate(prompts, counts)
     seconds = time.perf_counter() - start
-    host_after = (0.0, 0) if clock is None else (clock.host_s, clock.num_steps)
-    return _Run(seconds, host_after[0] - host_before[0], host_after[1] - host_before[1])
+    if clock is None or before is None:
+        return _Run(seconds, None, None)
+    now = clock.all_steps, clock.decode_steps
+    return _Run(seconds, *(each.ms_per_step(was) for each, was in zip(now, before, strict=True)))
 
 
 def _decode(engine: BenchEngine, workload: Workload, source: PromptSource) -> Figures:
@@ -141,7 +138,7 @@ def _decode(engine: BenchEngine, workload: Workload, source: PromptSource) -> Fi
         "decode_tok_s": batch / step_s,
         "e2e_tok_s": batch * out / whole.seconds,
         "ttft_ms": first.seconds * 1e3,
-        "host_ms_per_step": whole.host_ms_per_step(without=first),
+        "host_ms_per_step": whole.host_ms_per_decode_step,
     }
 
 
@@ -155,7 +152,7 @@ def _mixed(engine: BenchEngine, workload: Workload, source: PromptSource) -> Fig
     prompts = [source.prompt(source.draw(workload.prompt)) for _ in range(workload.batch)]
     counts = [source.draw(workload.out) for _ in prompts]
     run = _run(engine, prompts, counts)
-    return {"out_tok_s": sum(counts) / run.seconds, "host_ms_per_step": run.host_ms_per_step()}
+    return {"out_tok_s": sum(counts) / run.seconds, "host_ms_per_step": run.host_ms_per_step}
 
 
 def _prefix(engine: BenchEngine, workload: Workload, source: PromptSource) -> Figures:

@@ -244,7 +244,8 @@ class Engine:
             launched = None
             if plan is not None:
                 launched = (plan, self._runner.launch(plan))
-                self.host_clock.launched()
+                is_decode = plan.num_decodes == len(plan.rows) > 0
+                self.host_clock.launched(is_decode=is_decode)
             if self.config.overlap == "on":
                 # The step just launched stays under way while the one before it is committed.
                 launched, self._in_flight = self._in_flight, launched

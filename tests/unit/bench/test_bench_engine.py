@@ -29,8 +29,11 @@ class FakeEngine:
         num_steps = max(num_output_tokens) - 1
         self.now_s += 0.030 + 0.004 * num_steps
         if self.host_clock is not None:
-            self.host_clock.host_s += 0.007 + 0.0015 * num_steps
-            self.host_clock.num_steps += 2 + num_steps
+            for _ in range(2):  # with prompts
+                self.host_clock.all_steps.add(0.0035)
+            for _ in range(num_steps):
+                self.host_clock.all_steps.add(0.0015)
+                self.host_clock.decode_steps.add(0.0015)
 
 
 def lines(engine: FakeEngine, workload: Workload) -> dict[str, object]:
@@ -39,7 +42,7 @@ def lines(engine: FakeEngine, workload: Workload) -> dict[str, object]:
 
 
 def test_decode_is_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts and first tokens cancel out, in the time and in the host's part of it."""
+    """Prompts and first tokens cancel out; the host's part is of steps that decode."""
     engine = FakeEngine(monkeypatch)
     line = lines(engine, Workload(id="d", kind="decode", batch=2, prompt=50, out=101))
     assert set(KEYS) <= set(line)
