@@ -381,11 +381,12 @@ def settle_window(config: EngineConfig) -> EngineConfig:
 
 
 def settle_graphs(config: EngineConfig, model: LlamaForCausalLM) -> EngineConfig:
-    """Turn graphs off where they cannot be: oneDNN's weights do not go into a TorchScript graph."""
+    """Turn graphs off where they cannot be: Triton's kernels have their own, and oneDNN's weights do
+    not go into a TorchScript graph."""
     has_opaque = any(
         isinstance(own_format(linear.weight), OneDnnWeight) for linear in model.linears
     )
-    if config.device != "cpu" or config.kv != "paged" or has_opaque:
+    if config.device != "cpu" or config.uses_triton or config.kv != "paged" or has_opaque:
         return replace(config, cpu_graph="off")
     return config
 
