@@ -381,8 +381,8 @@ def settle_window(config: EngineConfig) -> EngineConfig:
 
 
 def settle_graphs(config: EngineConfig, model: LlamaForCausalLM) -> EngineConfig:
-    """Turn graphs off where they cannot be: Triton's kernels have their own, and oneDNN's weights do
-    not go into a TorchScript graph."""
+    """Turn graphs off where they cannot be: Triton's kernels have their own, and oneDNN's weights
+    do not go into a TorchScript graph."""
     has_opaque = any(
         isinstance(own_format(linear.weight), OneDnnWeight) for linear in model.linears
     )

@@ -15,6 +15,8 @@ With `batch_invariant` one kernel multiplies any number of rows (InvariantLinear
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -43,6 +45,19 @@ MIN_PART = 512
 60.2 to 55.8 at 256."""
 
 
+class Way(Enum):
+    """Of multiplying so many rows by a weight."""
+
+    SMALL = auto()
+    """One kernel with what surrounds it."""
+    SPLIT = auto()
+    """Parts of K by hopper_split_k, where the kernel behind adds up; else cuBLAS."""
+    CUT = auto()
+    """Parts of K by cuBLAS, where the kernel behind adds up."""
+    WHOLE = auto()
+    """cuBLAS."""
+
+
 class TritonLinear(Linear):
     """y = x @ W.T + bias with what surrounds it. `added` may write to its residual."""
 
@@ -53,24 +68,19 @@ class TritonLinear(Linear):
         self._scratch = scratch
 
     def __call__(self, x_MK: Tensor) -> Tensor:
-        if self._is_small(x_MK):
+        if self._way(x_MK) is Way.SMALL:
             return self._small(x_MK)
         return functional.linear(x_MK, self.weight.weight_NK, self.bias_N)
 
     def normed(self, norm: RMSNorm, residual: Residual) -> Tensor:
-        x_MK = residual.x_TE
-        if self._is_small(x_MK):
-            return self._small(x_MK, norm_K=norm.weight_E, eps=norm.eps)
-        normed_MK = residual.normed_TE
-        return self(rms_norm(x_MK, norm.weight_E, norm.eps) if normed_MK is None else normed_MK)
+        if self._way(residual.x_TE) is Way.SMALL:
+            return self._small(residual.x_TE, norm_K=norm.weight_E, eps=norm.eps)
+        return self(_normed(norm, residual))
 
     def normed_in_parts(self, norm: RMSNorm, residual: Residual) -> Parts:
-        x_MK = residual.x_TE
-        if self._is_small(x_MK) or not self._is_split(x_MK):
+        if self._way(residual.x_TE) is not Way.SPLIT:
             return Parts(self.normed(norm, residual)[None])
-        normed_MK = residual.normed_TE
-        if normed_MK is None:
-            normed_MK = rms_norm(x_MK, norm.weight_E, norm.eps)
+        normed_MK = _normed(norm, residual)
         return Parts(hopper_split_k.hopper_split_k(normed_MK, self.weight.weight_NK), self.bias_N)
 
     def normed_silu_mul(self, norm: RMSNorm, residual: Residual) -> Tensor:
@@ -82,53 +92,43 @@ class TritonLinear(Linear):
             and hopper_gate_up.can_take(x_MK.device, x_MK.dtype, N // 2, K)
             and hopper_gate_up.is_faster(M, N // 2)
         )
-        if self._is_small(x_MK) and not on_hopper:
+        if on_hopper:
+            return hopper_gate_up.hopper_gate_up(_normed(norm, residual), self.weight.weight_NK)
+        if self._way(x_MK) is Way.SMALL:
             return self._small(
                 x_MK, norm_K=norm.weight_E, eps=norm.eps, has_silu_mul=True, starts_early=False
             )
-        normed_MK = residual.normed_TE
-        if normed_MK is None:
-            normed_MK = rms_norm(x_MK, norm.weight_E, norm.eps)
-        if on_hopper:
-            return hopper_gate_up.hopper_gate_up(normed_MK, self.weight.weight_NK)
-        return silu_mul(self(normed_MK))
+        return silu_mul(self(_normed(norm, residual)))
 
     def added(self, x_MK: Tensor, residual: Residual, next_norm: RMSNorm | None = None) -> Residual:
-        residual_MN = residual.x_TE
-        if self._is_small(x_MK):
+        residual_MN, weight_NK, way = residual.x_TE, self.weight.weight_NK, self._way(x_MK)
+        if way is Way.SMALL:
             return Residual(self._small(x_MK, residual_MN=residual_MN, starts_early=False))
         if self.bias_N is not None:
             return Residual(residual_MN.add_(self(x_MK)))
-        parts_SMN = None if next_norm is None else self._in_parts(x_MK)
-        if parts_SMN is not None:
-            return Residual(
-                *add_rms_norm(parts_SMN, residual_MN, next_norm.weight_E, next_norm.eps)
-            )
-        # In place: out of place cuBLAS would first copy the residual.
-        return Residual(residual_MN.addmm_(x_MK, self.weight.weight_NK.T))
+        if next_norm is None or way is Way.WHOLE:
+            # In place: out of place cuBLAS would first copy the residual.
+            return Residual(residual_MN.addmm_(x_MK, weight_NK.T))
+        if way is Way.SPLIT:
+            parts_SMN = hopper_split_k.hopper_split_k(x_MK, weight_NK, max_splits=3)
+        else:
+            num_parts = _num_parts(len(x_MK), *self.weight.shape)
+            parts_SMN = _product_in_parts(x_MK, weight_NK, num_parts)
+        return Residual(*add_rms_norm(parts_SMN, residual_MN, next_norm.weight_E, next_norm.eps))
 
-    def _in_parts(self, x_MK: Tensor) -> Tensor | None:
-        """[S, M, N], to be added up; None where the whole is as fast."""
-        if self._is_split(x_MK):
-            return hopper_split_k.hopper_split_k(x_MK, self.weight.weight_NK, max_splits=3)
-        num_parts = _num_parts(x_MK.shape[0], *self.weight.shape)
-        if num_parts == 1:
-            return None
-        return _product_in_parts(x_MK, self.weight.weight_NK, num_parts)
-
-    def _is_split(self, x_MK: Tensor) -> bool:
-        """Whether hopper_split_k takes the product, and is faster."""
+    def _way(self, x_MK: Tensor) -> Way:
         M, (N, K) = len(x_MK), self.weight.shape
-        takes = hopper_split_k.can_take(x_MK.device, x_MK.dtype, N, K)
-        return takes and hopper_split_k.is_faster(M, N, K)
-
-    def _is_small(self, x_MK: Tensor) -> bool:
-        M, (N, K) = len(x_MK), self.weight.shape
-        if M > MAX_SMALL_ROWS and hopper_split_k.can_take(x_MK.device, x_MK.dtype, N, K):
+        on_hopper = hopper_split_k.can_take(x_MK.device, x_MK.dtype, N, K)
+        is_split = on_hopper and hopper_split_k.is_faster(M, N, K)
+        is_cut = _num_parts(M, N, K) > 1
+        if M > MAX_SMALL_ROWS and on_hopper:
             is_narrow = N <= hopper_split_k.MAX_K  # as down is, of models that were measured
-            if hopper_split_k.is_faster(M, N, K) or (is_narrow and _num_parts(M, N, K) > 1):
-                return False
-        return beats_cublas(M, N, K)
+            is_small = not is_split and not (is_narrow and is_cut) and beats_cublas(M, N, K)
+        else:
+            is_small = beats_cublas(M, N, K)
+        if is_small:
+            return Way.SMALL
+        return Way.SPLIT if is_split else Way.CUT if is_cut else Way.WHOLE
 
     def _small(
         self,
@@ -145,6 +145,12 @@ class TritonLinear(Linear):
         if hopper_linear.can_take(x_MK.device, x_MK.dtype, *shape, has_silu_mul):
             return hopper_linear.hopper_linear(x_MK, weight_NK, **around)
         return small_linear(x_MK, weight_NK, starts_early=starts_early, **around)
+
+
+def _normed(norm: RMSNorm, residual: Residual) -> Tensor:
+    if residual.normed_TE is not None:
+        return residual.normed_TE
+    return rms_norm(residual.x_TE, norm.weight_E, norm.eps)
 
 
 class InvariantLinear(Linear):
