@@ -15,7 +15,7 @@ from torch import Tensor
 from pico_vllm.kernels import hopper_head as source
 from pico_vllm.kernels.gluon import HAS_GLUON
 from pico_vllm.kernels.head_sample import BAD_LOGITS, HeadScratch, head_sample_reference
-from pico_vllm.kernels.hopper_head import BLOCK_K, TILE_TOKENS, can_take, hopper_head
+from pico_vllm.kernels.hopper_head import BLOCK_K, TILE_TOKENS, can_take, hopper_head, is_faster
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -163,6 +163,17 @@ def check_bad_logits(device: torch.device, launch: Callable[..., None]) -> None:
 @needs_gluon
 def test_bad_logits_on_cpu() -> None:
     check_bad_logits(CPU, emulated())
+
+
+def test_where_it_is_faster() -> None:
+    """From 9 requests on, and from 129 on where tiles are whole turns of the card; rings fit."""
+    for R in (1, 8, 9, 24, 25, 128, 129, 256, 257):
+        assert is_faster(R, 151_936) is is_faster(R, 151_665) is (9 <= R <= 256), R
+        assert is_faster(R, 128_256) is (9 <= R <= 128), R
+    for requests in source.TILE_REQUESTS:
+        stage_bytes = (requests + TILE_TOKENS) * BLOCK_K * 2 + 8
+        num_bytes = source.num_stages(requests) * stage_bytes + 8 + 4 * requests
+        assert source.num_stages(requests) >= 4 and num_bytes <= source.MAX_SHARED_BYTES
 
 
 COMPILE = """
