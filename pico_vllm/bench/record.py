@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -52,10 +53,19 @@ def machine(device: str, *, commit: str | None = None) -> dict[str, Any]:
 
 
 def append_record(path: Path, line: dict[str, Any]) -> None:
-    """Add a line to a results file, one JSON object each."""
+    """Add a line to a results file, one JSON object each. The whole line or, where that raises
+    OSError, none of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
+    left = (json.dumps(line, allow_nan=False) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        end = file.tell() if file.seekable() else 0
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            with suppress(OSError):  # of what is no file
+                file.truncate(end)
+            raise
 
 
 def _commit(given: str | None) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import io
 import os
+import resource
 import sys
 from pathlib import Path
 
 import pytest
 
 from pico_vllm import cli
+from pico_vllm.bench.record import append_record
 from pico_vllm.cli import main
 from pico_vllm.cli.lines import Lines, print_table
 from pico_vllm.errors import ConfigError
@@ -109,6 +111,22 @@ def test_a_disk_that_fills_up_costs_no_figure(capsys: pytest.CaptureFixture[str]
         ConfigError, match=r"/dev/full took 0 of 2 lines: No space left.*; make room"
     ):
         lines.end()
+
+
+def test_no_part_of_a_line_is_left_where_room_ends(tmp_path: Path) -> None:
+    """The lines before are kept as they were, and the next one comes whole."""
+    path = tmp_path / "r.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    append_record(path, {"a": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_record(path, {"a": "longer than that"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == '{"a": 1}\n'
+    append_record(path, {"a": 2})
+    assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
 
 
 def test_commands_end_their_lines_last() -> None:
