@@ -12,9 +12,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NoReturn
 
 import numpy as np
@@ -100,14 +102,15 @@ class Engine:
                 "one of them for the answer; shorten the prompt",
                 param="prompt",
             )
-        # Passes in C: 0.5 ms for 8,192 tokens, which the first one waits for; a loop takes five.
-        if set(map(type, prompt_token_ids)) != {int}:
-            self._refuse_token(prompt_token_ids)
+        # A pass in C: 0.2 ms for 8,192 tokens, which the first one waits for; a loop takes five.
         try:
-            token_ids = np.fromiter(prompt_token_ids, np.int64, num_prompt_tokens)
-        except OverflowError:
+            token_ids = np.frombuffer(array("q", prompt_token_ids), np.int64)
+        except (TypeError, OverflowError):
             self._refuse_token(prompt_token_ids)
-        if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
+        lowest = token_ids.min()
+        if lowest < 0 or token_ids.max() >= self.vocab_size:
+            self._refuse_token(prompt_token_ids)
+        if lowest <= 1 and bool in set(map(type, prompt_token_ids)):  # which counts as 0 or 1
             self._refuse_token(prompt_token_ids)
         room = self.max_model_len - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:
@@ -153,7 +156,9 @@ class Engine:
         index = next(
             index
             for index, token_id in enumerate(prompt_token_ids)
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size
+            if not isinstance(token_id, Integral)
+            or isinstance(token_id, bool)
+            or not 0 <= token_id < self.vocab_size
         )
         raise TokenOutOfRangeError(
             f"prompt token {index} is {show(prompt_token_ids[index])}; ids are whole numbers from "
