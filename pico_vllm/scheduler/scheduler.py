@@ -822,11 +822,13 @@ class Scheduler:
 
 
 def _new_row(request: Request) -> NewRow:
+    token_ids = request.prompt_token_ids
+    if request.output_token_ids:
+        outputs = np.array(request.output_token_ids, np.int32)
+        token_ids = np.concatenate((token_ids, outputs), dtype=np.int32)
     return NewRow(
         row=request.row,
-        token_ids=np.concatenate(
-            (request.prompt_token_ids, np.array(request.output_token_ids, np.int32)), dtype=np.int32
-        ),
+        token_ids=token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         params=request.params,
         stop_token_ids=request.stop_token_ids,
