@@ -89,7 +89,7 @@ def _bring_weights(main_desc, rest_desc, memory, stage, token, k, is_round):
 @gluon_jit()
 def _ordered(x, dtype: gl.constexpr):
     """Rounded to the dtype: its 16 bits in the upper half of an integer, in the order of the
-    numbers, zeros in the lower half. -0 comes before 0, no number last."""
+    numbers, zeros in the lower half. What is no number comes last; -0, which no sum is, before 0."""
     code: gl.constexpr = ORDERED_FP16 if dtype == gl.float16 else ORDERED_BF16
     return gl.inline_asm_elementwise(code, "=r,=r,r,r", [x], dtype=gl.int32, is_pure=True, pack=2)
 
