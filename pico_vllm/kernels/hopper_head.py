@@ -89,7 +89,7 @@ def _bring_weights(main_desc, rest_desc, memory, stage, token, k, is_round):
 @gluon_jit()
 def _ordered(x, dtype: gl.constexpr):
     """Rounded to the dtype: its 16 bits in the upper half of an integer, in the order of the
-    numbers, zeros in the lower half. What is no number comes last; -0, which no sum is, before 0."""
+    numbers, zeros in the lower half. What is no number comes last; -0 comes before 0."""
     code: gl.constexpr = ORDERED_FP16 if dtype == gl.float16 else ORDERED_BF16
     return gl.inline_asm_elementwise(code, "=r,=r,r,r", [x], dtype=gl.int32, is_pure=True, pack=2)
 
@@ -103,7 +103,7 @@ def _best_of(sums, place, num_tokens, layout: gl.constexpr, dtype: gl.constexpr)
     INFINITY: gl.constexpr = 0x7C00 if dtype == gl.float16 else 0x7F80
     places = place + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
     around = (INFINITY - 0x8000) * 65536 + num_tokens - places
-    around = gl.where(places < num_tokens, around, -0x7FFF0000)  # with 0, lower than any token
+    around = gl.where(places < num_tokens, around, -0x80000000)  # with 0, lower than any token
     return gl.max(_ordered(sums, dtype) + around.to(gl.int32)[None, :], 1)
 
 
@@ -275,8 +275,9 @@ def hopper_head(
     Logits are summed in fp32 and rounded to the dtype of x, as others see them; the lowest id wins
     among equals. Not checked: that the device is a Hopper with Gluon (can_take); rows in range,
     and no row twice. The head is read before the kernel before is over, so it must not have written
-    it. Same ids as head_sample_reference of greedy requests. A request's id does not depend on the
-    batch.
+    it. Same ids as head_sample_reference of greedy requests, but where the best logit is 0 and -0,
+    to which only numbers too small for the dtype are rounded: 0 wins then. A request's id does not
+    depend on the batch.
     """
     (R, E), V = x_RE.shape, head_VE.shape[0]
     if x_RE.dtype not in DTYPES or not _fits(E) or not 1 <= R <= MAX_REQUESTS:

@@ -147,10 +147,16 @@ def check_bad_logits(device: torch.device, launch: Callable[..., None]) -> None:
     head_VE[::7] = -1
     head_VE[800:] = float("nan")
     x_RE[1, 5], x_RE[2, 5], x_RE[3, 5] = float("nan"), float("inf"), float("-inf")
-    x_RE[4, 5], x_RE[5, 5] = 3.38e38, -3.38e38
+    largest = torch.finfo(torch.bfloat16).max
+    x_RE[4, 5], x_RE[5, 5] = largest, -largest
     expected = expected_ids(x_RE, head_VE, 800)
     assert expected[:7].tolist() == [0, *[BAD_LOGITS.value] * 3, 1, 0, 0]
     assert torch.equal(run(x_RE, head_VE, 800, launch), expected)
+    head_VE[:] = 0
+    head_VE[:, 5] = 1
+    x_RE[:, 5] = -largest
+    for vocab_size in (1, 200, 192, 800):  # nor does padding win where all are the lowest
+        assert (run(x_RE, head_VE, vocab_size, launch) == 0).all()
     for infinity in (float("inf"), float("-inf")):  # at one token alone
         head_VE[:] = 1
         head_VE[777, 3] = infinity
