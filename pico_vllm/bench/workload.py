@@ -21,6 +21,7 @@ MAX_RANDOM_ID = 150_000
 
 
 KINDS = ("decode", "ttft", "mixed", "prefix")
+ALL_USE = {"id", "kind", "out"}
 RANGES = ("prompt", "out", "suffix")
 """What may be the bounds of a uniform draw."""
 
@@ -41,12 +42,12 @@ class Workload:
     """Tokens, or the bounds of a uniform draw."""
     out: int | tuple[int, int] = 1
     shared: int = 0
-    suffix: tuple[int, int] = (0, 0)
+    suffix: int | tuple[int, int] = 0
     requests: int = 1
 
     @property
     def max_total_tokens(self) -> int:
-        longest_prompt = _highest(self.prompt) + self.shared + self.suffix[1]
+        longest_prompt = _highest(self.prompt) + self.shared + _highest(self.suffix)
         return longest_prompt + _highest(self.out)
 
     @property
@@ -69,7 +70,7 @@ def read_workloads(device: str, file: Path | None = None) -> list[Workload]:
         workloads = [_workload(entry) for entry in entries]
         if not workloads or len({each.id for each in workloads}) < len(workloads):
             raise ValueError("it takes one at least, and no id twice")
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"{file} does not hold workloads: {error!r}; see {DATA / 'workloads.json'} "
             "for one that does",
@@ -101,7 +102,15 @@ def _workload(entry: dict[str, Any]) -> Workload:
         raise ValueError(f"{workload.id}: out is {workload.out}; decode takes a number from 2 on")
     if workload.kind == "prefix" and workload.requests < 2:
         raise ValueError(f"{workload.id}: requests is {workload.requests}; prefix takes 2 at least")
-    if not _lowest(workload.prompt) + workload.shared + _lowest(workload.suffix):
+    is_prefix = workload.kind == "prefix"
+    used = ALL_USE | ({"shared", "suffix", "requests"} if is_prefix else {"batch", "prompt"})
+    if workload.kind in ("ttft", "prefix") and workload.out != 1:
+        raise ValueError(f"{workload.id}: out is {workload.out}; {workload.kind} takes 1 alone")
+    if not entry.keys() <= used:
+        names = ", ".join(sorted(entry.keys() - used))
+        raise ValueError(f"{workload.id}: {workload.kind} takes no {names}")
+    num_tokens = workload.shared + _lowest(workload.suffix) if is_prefix else workload.prompt
+    if not _lowest(num_tokens):
         raise ValueError(f"{workload.id}: requests without a token")
     return workload
 
@@ -125,7 +134,8 @@ def check_workloads(
     *,
     max_model_len: int | None,
     max_num_seqs: int | None = None,
-    num_kv_tokens: int | None = None,
+    num_kv_blocks: int | None = None,
+    block_size: int = 16,
 ) -> None:
     """Refuse what cannot run, or would not measure what it says: a decode step has all requests in
     it. None is not known yet.
@@ -144,9 +154,10 @@ def check_workloads(
             workload, "max_num_seqs", max_num_seqs, workload.batch,
             "requests at once and max_num_seqs is",
         )  # fmt: skip
+        blocks_each = -(-workload.max_total_tokens // block_size)
         _check(
-            workload, "num_kv_blocks", num_kv_tokens, workload.batch * workload.max_total_tokens,
-            "tokens of KV at once and the pool holds",
+            workload, "num_kv_blocks", num_kv_blocks, workload.batch * blocks_each,
+            "blocks of KV at once and the pool holds",
         )  # fmt: skip
 
 

@@ -84,7 +84,8 @@ def bench_engine(
             workloads,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            num_kv_tokens=(config.num_kv_blocks or 0) * config.block_size,
+            num_kv_blocks=config.num_kv_blocks or 0,
+            block_size=config.block_size,
         )
         engines: list[BenchEngine] = [ours, *_peers(llm, workloads, compare or ())]
         floor = _read_floor(llm)

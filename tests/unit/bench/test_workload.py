@@ -31,8 +31,12 @@ def test_sizes_of_a_workload() -> None:
             "d needs 8 requests at once and max_num_seqs is 7; raise --max-num-seqs or",
         ),
         (
-            {"max_model_len": 128, "num_kv_tokens": 1023},
-            "d needs 1024 tokens of KV at once and the pool holds 1023; raise --num-kv-blocks or",
+            {"max_model_len": 128, "num_kv_blocks": 63},
+            "d needs 64 blocks of KV at once and the pool holds 63; raise --num-kv-blocks or",
+        ),
+        (
+            {"max_model_len": 128, "num_kv_blocks": 23, "block_size": 50},  # of 128 tokens three
+            "d needs 24 blocks of KV at once and the pool holds 23; raise --num-kv-blocks or",
         ),
     ],
 )
@@ -45,8 +49,8 @@ def test_a_decode_that_does_not_fit_is_refused(limits: dict[str, int], message: 
 
 def test_what_fits_or_is_not_known_passes() -> None:
     """Equal is enough; other kinds may wait in line; None refuses nothing."""
-    check_workloads([DECODE], max_model_len=128, max_num_seqs=8, num_kv_tokens=1024)
-    check_workloads([MIXED, PREFIX], max_model_len=330, max_num_seqs=1, num_kv_tokens=330)
+    check_workloads([DECODE], max_model_len=128, max_num_seqs=8, num_kv_blocks=64)
+    check_workloads([MIXED, PREFIX], max_model_len=330, max_num_seqs=1, num_kv_blocks=21)
     check_workloads([DECODE, MIXED, PREFIX], max_model_len=None)
 
 
@@ -56,9 +60,14 @@ def test_workloads_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     good = {"id": "a", "kind": "decode", "batch": 1024, "prompt": [5, 512], "out": 64}
     file.write_text(json.dumps({"workloads": [good], "comment": "ours"}))
-    found = read_workloads("cuda", file)
-    assert found == [Workload(id="a", kind="decode", batch=1024, prompt=(5, 512), out=64)]
+    assert read_workloads("cuda", file) == [
+        Workload(id="a", kind="decode", batch=1024, prompt=(5, 512), out=64)
+    ]
     ttft = {"id": "b", "kind": "ttft", "prompt": 9}
+    prefix = {"id": "p", "kind": "prefix", "shared": 4, "requests": 2}
+    file.write_text(json.dumps([prefix | {"suffix": 5}]))
+    (found,) = read_workloads("cuda", file)
+    assert found.max_total_tokens == 10
     cases: list[tuple[object, str]] = [
         ([], "one at least"),
         ([good, good], "no id twice"),
@@ -70,9 +79,15 @@ def test_workloads_of_a_file(tmp_path: Path) -> None:
         ([good | {"prompt": [9, 5]}], r"a: prompt is \(9, 5\); .*two that bound it"),
         ([good | {"prompt": "9"}], "a: prompt is 9; it takes a number"),
         ([good | {"prompt": 0}], "a: requests without a token"),
+        ([good | {"prompt": [0, 9]}], "a: requests without a token"),
+        ([good | {"shared": 5}], "a: decode takes no shared"),
+        ([prefix | {"shared": 0}], "p: requests without a token"),
+        ([prefix | {"prompt": 9, "batch": 2}], "p: prefix takes no batch, prompt"),
+        ([prefix | {"out": 3}], "p: out is 3; prefix takes 1 alone"),
+        ([ttft | {"out": 9}], "b: out is 9; ttft takes 1 alone"),
         ([good | {"out": 1}], "a: out is 1; decode takes a number from 2 on"),
         ([good | {"out": [2, 9]}], r"a: out is \(2, 9\); decode takes a number"),
-        ([ttft | {"kind": "prefix"}], "b: requests is 1; prefix takes 2 at least"),
+        ([prefix | {"requests": 1}], "p: requests is 1; prefix takes 2 at least"),
         ([{"kind": "ttft", "prompt": 9}], "missing 1 required keyword-only argument: 'id'"),
         (["none"], "'none' is no object"),
         (None, "NoneType"),
@@ -82,7 +97,7 @@ def test_workloads_of_a_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message) as error:
             read_workloads("cuda", file)
         assert error.value.param == "workloads" and str(file) in error.value.message
-    file.write_text("[")
+    file.write_text("[" * 100_000)
     for missing in (file, tmp_path, tmp_path / "nobody.json"):
         with pytest.raises(
             ConfigError, match=r"does not hold workloads: .* see .* for one that does"
