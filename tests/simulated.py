@@ -415,11 +415,18 @@ class Clients:
                 self.ended[request_id] = reason
 
     def run(self) -> int:
+        """Until all have ended: in no more steps than a budget of one token takes, waiting and
+        computing again included."""
         num_steps = 0
+        num_tokens = sum(
+            each.num_prompt_tokens + each.max_tokens
+            for request_id, each in self.requests.items()
+            if request_id not in self.ended
+        )
         while self.engine.has_work():
             self.step()
             num_steps += 1
-            assert num_steps < 20_000
+            assert num_steps < 20_000 + 4 * num_tokens
         return num_steps
 
     def check(self) -> None:
