@@ -34,12 +34,11 @@ from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logit
 from pico_vllm.kernels.host_words import publish_ids
 from pico_vllm.kernels.launch import compiled_in_parallel
 from pico_vllm.kernels.paged_decode import are_long
-from pico_vllm.kernels.rms_norm import rms_norm
 from pico_vllm.kernels.shared_prefix import MIN_SHARING
 from pico_vllm.kernels.small_linear import MAX_ROWS
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
 from pico_vllm.layers.linear import Residual
-from pico_vllm.layers.triton_linear import TritonLinear
+from pico_vllm.layers.triton_linear import TritonLinear, normed_rows
 from pico_vllm.models.llama import LlamaForCausalLM
 from pico_vllm.sampling_params import MAX_LOGPROBS
 from pico_vllm.step import NO_TOKEN, BlockCopy, StepPlan, StepResult, TokenLogprobs
@@ -428,13 +427,12 @@ class TritonRunner:
     def _choose_likeliest(
         self, last: Residual, rows_R: Tensor, last_tokens_W: Tensor, out_R: Tensor
     ) -> None:
-        head, norm, normed_RE = self._model.head, self._model.norm, last.normed_TE
+        head = self._model.head
         assert isinstance(head, TritonLinear)
-        if normed_RE is None:
-            normed_RE = rms_norm(last.x_TE, norm.weight_E, norm.eps)
         hopper_head.hopper_head(
-            normed_RE, head.weight.weight_NK, vocab_size=self._vocab_size, rows_R=rows_R,
-            last_tokens_W=last_tokens_W, scratch=self._head_scratch, out_R=out_R,
+            normed_rows(self._model.norm, last), head.weight.weight_NK,
+            vocab_size=self._vocab_size, rows_R=rows_R, last_tokens_W=last_tokens_W,
+            scratch=self._head_scratch, out_R=out_R,
         )  # fmt: skip
 
     def _choose(self, last: Residual, around: Mapping[str, Tensor]) -> Tensor:

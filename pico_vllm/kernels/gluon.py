@@ -65,8 +65,19 @@ def tiles_of(tensor: torch.Tensor, tile: list[int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), tile, layout)
 
 
+def check_rows(**tensors: torch.Tensor) -> None:
+    """Raises ValueError where the copy engine cannot take a matrix. In its name an underscore
+    stands for a space."""
+    for name, tensor in tensors.items():
+        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
+            raise ValueError(
+                f"{name.replace('_', ' ')} has strides {tensor.stride()} from address "
+                f"{tensor.data_ptr()}: rows must be contiguous and begin at multiples of 16 bytes"
+            )
+
+
 __all__ = [
-    "DTYPES", "HAS_GLUON", "TensorDescriptor", "bring", "fence_async_shared",
+    "DTYPES", "HAS_GLUON", "TensorDescriptor", "bring", "check_rows", "fence_async_shared",
     "gdc_launch_dependents", "gdc_wait", "gl", "gluon_jit", "has_hopper_gluon", "mbarrier",
     "mma_v2", "sync_threads", "tiles_of", "warpgroup_mma", "warpgroup_mma_init",
     "warpgroup_mma_wait",

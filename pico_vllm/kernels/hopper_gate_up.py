@@ -25,6 +25,7 @@ from torch import Tensor
 from pico_vllm.kernels.gluon import (
     DTYPES,
     bring,
+    check_rows,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -370,12 +371,7 @@ def hopper_gate_up(x_TE: Tensor, weight_NE: Tensor, *, out: Tensor | None = None
         out = torch.empty((T, F), dtype=x_TE.dtype, device=x_TE.device)
     elif out.shape != (T, F) or out.dtype != x_TE.dtype:
         raise ValueError(f"out is {tuple(out.shape)} {out.dtype}, not {(T, F)} {x_TE.dtype}")
-    for name, tensor in (("x", x_TE), ("the weight", weight_NE), ("out", out)):
-        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()} from address {tensor.data_ptr()}: rows must "
-                "be contiguous and begin at multiples of 16 bytes"
-            )
+    check_rows(x=x_TE, the_weight=weight_NE, out=out)
     if T == 0:
         return out
     config = few_config(T, F)

@@ -25,6 +25,7 @@ from torch import Tensor
 from pico_vllm.kernels.gluon import (
     DTYPES,
     bring,
+    check_rows,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -289,12 +290,7 @@ def hopper_head(
         raise ValueError(
             f"the head is {tuple(head_VE.shape)} {head_VE.dtype}, not {(V, E)} {x_RE.dtype}"
         )
-    for name, tensor in (("x", x_RE), ("the head", head_VE)):
-        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()} from address {tensor.data_ptr()}: rows must "
-                "be contiguous and begin at multiples of 16 bytes"
-            )
+    check_rows(x=x_RE, the_head=head_VE)
     check_requests(R, V, vocab_size, {"rows": rows_R, "out": out_R})
     options: dict[str, Any] = launch_options(x_RE.device)
     requests = next(size for size in TILE_REQUESTS if size >= R)

@@ -21,6 +21,7 @@ from torch import Tensor
 from pico_vllm.kernels.gluon import (
     DTYPES,
     bring,
+    check_rows,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -198,12 +199,7 @@ def hopper_split_k(
         raise ValueError(
             f"the weight is {tuple(weight_NK.shape)} {weight_NK.dtype}, not {(N, K)} {x_MK.dtype}"
         )
-    for name, tensor in (("x", x_MK), ("the weight", weight_NK)):
-        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()} from address {tensor.data_ptr()}: rows must "
-                "be contiguous and begin at multiples of 16 bytes"
-            )
+    check_rows(x=x_MK, the_weight=weight_NK)
     config = config or split_k_config(M, N, max_splits)
     all_rounds = triton.cdiv(K, BLOCK_K)
     split_rounds = triton.cdiv(all_rounds, config.num_splits)

@@ -75,12 +75,12 @@ class TritonLinear(Linear):
     def normed(self, norm: RMSNorm, residual: Residual) -> Tensor:
         if self._way(residual.x_TE) is Way.SMALL:
             return self._small(residual.x_TE, norm_K=norm.weight_E, eps=norm.eps)
-        return self(_normed(norm, residual))
+        return self(normed_rows(norm, residual))
 
     def normed_in_parts(self, norm: RMSNorm, residual: Residual) -> Parts:
         if self._way(residual.x_TE) is not Way.SPLIT:
             return Parts(self.normed(norm, residual)[None])
-        normed_MK = _normed(norm, residual)
+        normed_MK = normed_rows(norm, residual)
         return Parts(hopper_split_k.hopper_split_k(normed_MK, self.weight.weight_NK), self.bias_N)
 
     def normed_silu_mul(self, norm: RMSNorm, residual: Residual) -> Tensor:
@@ -93,12 +93,12 @@ class TritonLinear(Linear):
             and hopper_gate_up.is_faster(M, N // 2)
         )
         if on_hopper:
-            return hopper_gate_up.hopper_gate_up(_normed(norm, residual), self.weight.weight_NK)
+            return hopper_gate_up.hopper_gate_up(normed_rows(norm, residual), self.weight.weight_NK)
         if self._way(x_MK) is Way.SMALL:
             return self._small(
                 x_MK, norm_K=norm.weight_E, eps=norm.eps, has_silu_mul=True, starts_early=False
             )
-        return silu_mul(self(_normed(norm, residual)))
+        return silu_mul(self(normed_rows(norm, residual)))
 
     def added(self, x_MK: Tensor, residual: Residual, next_norm: RMSNorm | None = None) -> Residual:
         residual_MN, weight_NK, way = residual.x_TE, self.weight.weight_NK, self._way(x_MK)
@@ -147,7 +147,7 @@ class TritonLinear(Linear):
         return small_linear(x_MK, weight_NK, starts_early=starts_early, **around)
 
 
-def _normed(norm: RMSNorm, residual: Residual) -> Tensor:
+def normed_rows(norm: RMSNorm, residual: Residual) -> Tensor:
     if residual.normed_TE is not None:
         return residual.normed_TE
     return rms_norm(residual.x_TE, norm.weight_E, norm.eps)
