@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+import triton.runtime.build
 
 NUM_MULTIPROCESSORS = 132
 """Of an H100 or H200, for which tiles are chosen."""
@@ -48,6 +50,33 @@ def let_next_start(USE_PDL: tl.constexpr):
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
+
+def _loaded_alone(
+    load: Callable[[str, str], types.ModuleType],
+) -> Callable[[str, str], types.ModuleType]:
+    """load(name, path), one thread at a time, into a module that nothing else changes.
+
+    Up to Triton 3.6 each launcher is an extension module, all of one name. Where Python loads such
+    a file again, as for a kernel whose arguments are like another's, it writes the functions into
+    the module that it loaded last under that name, be it another kernel's. A thread that had loaded
+    that one and not yet taken its function got the wrong launcher ("function takes exactly 36
+    arguments (28 given)").
+    """
+    lock = threading.Lock()
+
+    @functools.wraps(load)
+    def load_alone(name: str, path: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        with lock:
+            module.__dict__.update(vars(load(name, path)))
+        return module
+
+    return load_alone
+
+
+triton.runtime.build._load_module_from_path = _loaded_alone(
+    triton.runtime.build._load_module_from_path
+)
 
 _ONE_AT_A_TIME = threading.Lock()
 

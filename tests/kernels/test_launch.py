@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+import triton.runtime.build
 
 from pico_vllm.kernels.launch import compiled_in_parallel
 
@@ -47,3 +50,24 @@ def test_other_threads_go_on_launching() -> None:
         _add_kernel[(1,)](x, AMOUNT=9)
         torch.cuda.synchronize()
         assert x.item() == 7
+
+
+LAUNCHER = """#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&def); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_launcher_that_is_loaded_again_changes_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python fills the module that it loaded last under a name with the functions of a file of that
+    name that it loads again."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    build = triton.runtime.build.compile_module_from_src
+    first, second = (build(LAUNCHER % number, "launcher") for number in (1, 2))
+    again = build(LAUNCHER % 1, "launcher")
+    assert [module.launch() for module in (first, second, again)] == [1, 2, 1]
