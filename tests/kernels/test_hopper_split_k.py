@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def check(
     run: Callable[..., Tensor] = hopper_split_k,
 ) -> Tensor:
     parts_SMN = run(x_MK, weight_NK, config=config)
-    num_splits = (config or split_k_config(len(x_MK), len(weight_NK), 2)).num_splits
+    (M, K), N = x_MK.shape, len(weight_NK)
+    num_splits = (config or split_k_config(M, N, K, 2)).num_splits
     expected = hopper_split_k_reference(x_MK.float(), weight_NK.float(), num_splits)
     assert parts_SMN.dtype == x_MK.dtype and parts_SMN.is_contiguous()
     allowed = ALLOWED[x_MK.dtype]
@@ -127,17 +129,19 @@ def test_how_products_are_cut() -> None:
     """Into at most one program a multiprocessor and never more splits than asked for."""
     for M in (1, 65, 128, 192, MAX_ROWS):
         for N in (8, 1024, 1536, 2048, 6144):
-            for most in (1, 2, 3):
-                config = split_k_config(M, N, most)
+            for most, K in itertools.product((1, 2, 3), (1536, 8960)):
+                config = split_k_config(M, N, K, most)
                 num_tiles = -(-M // config.block_m) * -(-N // config.block_n)
-                assert 1 <= config.num_splits <= most
+                assert 1 <= config.num_splits <= (most if K == 1536 else 8)
                 assert config.num_splits == 1 or config.num_splits * num_tiles <= 132
-    assert split_k_config(256, 1536, 3).num_splits == 2
-    assert split_k_config(128, 1536, 3).num_splits == 3
-    assert split_k_config(64, 2048, 2) == Config(64, 64, 2)
+    assert split_k_config(256, 1536, 1536, 3).num_splits == 2
+    assert split_k_config(128, 1536, 1536, 3).num_splits == 3
+    assert split_k_config(64, 2048, 1536, 2) == Config(64, 64, 2)
+    assert split_k_config(64, 1536, 8960, 3) == Config(64, 128, 8)
     assert is_faster(256, 2048, 1536) and not is_faster(257, 2048, 1536)
     assert not is_faster(256, 6144, 1536), "nothing is left to cut"
-    assert not is_faster(256, 1536, 8960), "too long"
+    assert is_faster(64, 1536, 8960) and not is_faster(65, 1536, 8960), "too long for many rows"
+    assert not is_faster(64, 4096, 14336), "too few parts"
 
 
 COMPILE = """

@@ -98,10 +98,11 @@ def test_products_that_hopper_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_that_are_left_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where hopper_split_k takes a product and is faster, its parts go to the norm or to whoever
     asks for parts; their sum and the bias are what a plain layer gives, and others get it whole."""
-    taken = []
+    taken, most_parts = [], set()
 
-    def split(x_MK: Tensor, weight_NK: Tensor, *, max_splits: int = 2) -> Tensor:
+    def split(x_MK: Tensor, weight_NK: Tensor, *, max_splits: int) -> Tensor:
         taken.append(tuple(weight_NK.shape))
+        most_parts.add((len(x_MK), max_splits))
         return hopper_split_k.hopper_split_k_reference(x_MK, weight_NK, max_splits)
 
     monkeypatch.setattr(hopper_split_k, "hopper_split_k", split)
@@ -137,6 +138,8 @@ def test_products_that_are_left_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
         assert taken == expected_shapes[1:]
         ours.added(x, Residual(x.clone()))
         assert taken == expected_shapes[1:], "nobody behind adds it up"
+    # Four for attention at 70 rows; the norm adds up three.
+    assert most_parts == {(70, 4), (70, 3), (30, 3)}
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
