@@ -147,20 +147,19 @@ class SplitKConfig:
 
 
 def split_k_config(M: int, N: int, K: int, max_splits: int) -> SplitKConfig:
-    """At most one program a multiprocessor. max_splits: of rows up to MAX_K."""
-    is_long = K > MAX_K
-    block_n = 64 if M <= 64 and not is_long else 128
+    """At most one program a multiprocessor, and no split is empty."""
+    block_n = 64 if M <= 64 and K <= MAX_K else 128
     num_tiles = triton.cdiv(M, 64) * triton.cdiv(N, block_n)
-    most = min(LONG_SPLITS if is_long else max_splits, NUM_MULTIPROCESSORS // num_tiles)
-    return SplitKConfig(64, block_n, max(1, most))
+    num_rounds = triton.cdiv(K, BLOCK_K)
+    most = max(1, min(max_splits, NUM_MULTIPROCESSORS // num_tiles, num_rounds))
+    return SplitKConfig(64, block_n, triton.cdiv(num_rounds, triton.cdiv(num_rounds, most)))
 
 
 def is_faster(M: int, N: int, K: int) -> bool:
-    """Than a product of cuBLAS, for what is added up behind it anyway."""
-    num_splits = split_k_config(M, N, K, 2).num_splits
-    if K > MAX_K:
-        return M <= MAX_LONG_ROWS and num_splits == LONG_SPLITS
-    return M <= MAX_ROWS and num_splits == 2
+    """Than a product of cuBLAS, for what is added up behind it anyway: in LONG_SPLITS where K is
+    more than MAX_K."""
+    most_rows, num_splits = (MAX_ROWS, 2) if K <= MAX_K else (MAX_LONG_ROWS, LONG_SPLITS)
+    return most_rows >= M and split_k_config(M, N, K, num_splits).num_splits == num_splits
 
 
 def can_take(device: torch.device, dtype: torch.dtype, N: int, K: int) -> bool:

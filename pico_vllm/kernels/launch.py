@@ -74,9 +74,10 @@ def _loaded_alone(
     return load_alone
 
 
-triton.runtime.build._load_module_from_path = _loaded_alone(
-    triton.runtime.build._load_module_from_path
-)
+if hasattr(triton.runtime.build, "_load_module_from_path"):
+    triton.runtime.build._load_module_from_path = _loaded_alone(
+        triton.runtime.build._load_module_from_path
+    )
 
 _ONE_AT_A_TIME = threading.Lock()
 

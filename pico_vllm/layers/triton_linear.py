@@ -38,6 +38,8 @@ MAX_SMALL_ROWS = 24
 """Of small_linear where there is hopper_split_k. On an H200 a step of Qwen2.5-1.5B at 32 / 48 / 64
 requests takes 1.48 / 1.44 / 1.51 ms, with small_linear up to 64 rows 1.53 (of another run) /
 1.68 / 1.76."""
+MAX_PARTS_OF_O = 3
+"""By hopper_split_k, where the norm adds up."""
 MAX_ROWS_IN_PARTS = 256
 MAX_PARTS = 5
 MIN_PART = 512
@@ -78,7 +80,8 @@ class TritonLinear(Linear):
         return self(normed_rows(norm, residual))
 
     def normed_in_parts(self, norm: RMSNorm, residual: Residual) -> Parts:
-        if self._way(residual.x_TE) is not Way.SPLIT:
+        is_long = self.weight.shape[1] > hopper_split_k.MAX_K  # as no qkv that was measured
+        if is_long or self._way(residual.x_TE) is not Way.SPLIT:
             return Parts(self.normed(norm, residual)[None])
         parts_SMN = hopper_split_k.hopper_split_k(
             normed_rows(norm, residual), self.weight.weight_NK,
@@ -113,7 +116,9 @@ class TritonLinear(Linear):
             # In place: out of place cuBLAS would first copy the residual.
             return Residual(residual_MN.addmm_(x_MK, weight_NK.T))
         if way is Way.SPLIT:
-            parts_SMN = hopper_split_k.hopper_split_k(x_MK, weight_NK, max_splits=3)
+            is_long = weight_NK.shape[1] > hopper_split_k.MAX_K
+            most = hopper_split_k.LONG_SPLITS if is_long else MAX_PARTS_OF_O
+            parts_SMN = hopper_split_k.hopper_split_k(x_MK, weight_NK, max_splits=most)
         else:
             num_parts = _num_parts(len(x_MK), *self.weight.shape)
             parts_SMN = _product_in_parts(x_MK, weight_NK, num_parts)

@@ -126,18 +126,25 @@ def test_the_emulation_finds_what_is_left_out(left_out: str) -> None:
 
 
 def test_how_products_are_cut() -> None:
-    """Into at most one program a multiprocessor and never more splits than asked for."""
+    """Into at most one program a multiprocessor, never more splits than asked for, none empty."""
     for M in (1, 65, 128, 192, MAX_ROWS):
         for N in (8, 1024, 1536, 2048, 6144):
-            for most, K in itertools.product((1, 2, 3), (1536, 8960)):
+            for most, K in itertools.product((1, 2, 3, 4, 8), (8, 128, 1536, 2056, 8960)):
                 config = split_k_config(M, N, K, most)
                 num_tiles = -(-M // config.block_m) * -(-N // config.block_n)
-                assert 1 <= config.num_splits <= (most if K == 1536 else 8)
+                assert 1 <= config.num_splits <= most
                 assert config.num_splits == 1 or config.num_splits * num_tiles <= 132
+                rounds = -(-K // 64)
+                split_rounds = -(-rounds // config.num_splits)
+                assert -(-rounds // split_rounds) == config.num_splits
     assert split_k_config(256, 1536, 1536, 3).num_splits == 2
     assert split_k_config(128, 1536, 1536, 3).num_splits == 3
     assert split_k_config(64, 2048, 1536, 2) == Config(64, 64, 2)
-    assert split_k_config(64, 1536, 8960, 3) == Config(64, 128, 8)
+    assert split_k_config(64, 1536, 8960, 8) == Config(64, 128, 8)
+    assert split_k_config(64, 1024, 2048, 3) == Config(64, 64, 3), "not long yet"
+    assert is_faster(65, 1024, 2048) and not is_faster(65, 1024, 2056)
+    assert not is_faster(64, 1024, 2056), "seven parts are left"
+    assert not is_faster(40, 16, 64), "one part is left"
     assert is_faster(256, 2048, 1536) and not is_faster(257, 2048, 1536)
     assert not is_faster(256, 6144, 1536), "nothing is left to cut"
     assert is_faster(64, 1536, 8960) and not is_faster(65, 1536, 8960), "too long for many rows"

@@ -60,9 +60,10 @@ def test_rows_and_heads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.memcheck
 @pytest.mark.parametrize("dtype", EXACT)
-def test_add_parts(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_parts", [3, 8])
+def test_add_parts(num_parts: int, dtype: torch.dtype) -> None:
     """Parts of x are added up in fp32 and rounded once."""
-    parts_STE = torch.randn(3, 5, 200).to(DEVICE, dtype)
+    parts_STE = torch.randn(num_parts, 5, 200).to(DEVICE, dtype)
     residual, weight = (torch.randn(*shape).to(DEVICE, dtype) for shape in ((5, 200), (200,)))
     total, normed = add_rms_norm(parts_STE, residual, weight, EPS)
     expected = residual.cpu().double() + parts_STE.cpu().double().sum(0)

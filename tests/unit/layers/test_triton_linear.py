@@ -138,8 +138,39 @@ def test_products_that_are_left_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
         assert taken == expected_shapes[1:]
         ours.added(x, Residual(x.clone()))
         assert taken == expected_shapes[1:], "nobody behind adds it up"
-    # Four for attention at 70 rows; the norm adds up three.
+    # Attention adds up four from 65 rows on, the norm three.
     assert most_parts == {(70, 4), (70, 3), (30, 3)}
+    most_parts.clear()
+    for num_rows in (64, 65):
+        layers.linear(weights[0], bias).normed_in_parts(norm, Residual(random(num_rows, 192)))
+    assert most_parts == {(64, 3), (65, 4)}
+
+
+def test_long_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm adds up eight parts of long rows, and attention none."""
+    taken = []
+
+    def split(x_MK: Tensor, weight_NK: Tensor, *, max_splits: int) -> Tensor:
+        taken.append((len(x_MK), max_splits))
+        return hopper_split_k.hopper_split_k_reference(x_MK, weight_NK, max_splits)
+
+    monkeypatch.setattr(hopper_split_k, "hopper_split_k", split)
+    monkeypatch.setattr(hopper_split_k, "can_take", lambda device, dtype, N, K: True)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    weight_NK = random(48, 4096)
+    ours = TritonLayers(DEVICE).linear(DenseWeight(weight_NK), None)
+    for num_rows in (64, 65):
+        x, residual = random(num_rows, 4096), random(num_rows, 48)
+        expected = residual + x @ weight_NK.T
+        got = ours.added(x, Residual(residual), RMSNorm(random(48), 1e-5))
+        torch.testing.assert_close(got.x_TE, expected, rtol=1e-3, atol=1e-3)
+        parts = ours.normed_in_parts(RMSNorm(random(4096), 1e-5), Residual(x))
+        assert len(parts.parts_SMN) == 1
+    assert taken == [(64, 8)]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
