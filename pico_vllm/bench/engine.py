@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pico_vllm.bench.peers.base import BenchEngine
+from pico_vllm.bench.steps import step_error
 from pico_vllm.bench.workload import PromptSource, Workload
 from pico_vllm.engine.llm import LLM
 from pico_vllm.sampling_params import SamplingParams
@@ -38,6 +39,8 @@ class PicoEngine:
         ]
         outputs = self._llm.generate(list(prompts), params)
         for output, count in zip(outputs, num_output_tokens, strict=True):
+            if output.outputs[0].finish_reason == "error":
+                raise step_error(self._llm.engine)
             assert len(output.outputs[0].token_ids) == count, output.outputs[0].finish_reason
 
 

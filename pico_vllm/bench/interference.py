@@ -20,6 +20,7 @@ import torch
 from pico_vllm.bench.load import greedy
 from pico_vllm.bench.metrics import distribution_ms
 from pico_vllm.bench.model_sizes import read_model_config
+from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.engine.engine import CheckedRequest, Engine
@@ -144,7 +145,7 @@ class _Decoding:
         self._num_tokens[request_id] = 0
 
     def step(self) -> StepEvents:
-        events = self._engine.step()
+        events = measured_step(self._engine)
         now_s = time.perf_counter()
         for request_id, reason in zip(events.request_ids, events.finish_reasons, strict=True):
             if request_id not in self._last_s:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from pico_vllm.engine.loading import settle_device
+from pico_vllm.engine.loading import settle_device, why_no_gpu
 from pico_vllm.errors import ConfigError
 
 READ_BYTES = 1 << 30
@@ -22,7 +22,9 @@ def require_gpu(device: str, command: str) -> torch.device:
         ConfigError: there is none, or the CPU was asked for.
     """
     if device == "cpu" or not torch.cuda.is_available():
-        why = "was given the CPU" if device == "cpu" else f"torch {torch.__version__} sees none"
+        why = "was given the CPU"
+        if device != "cpu":
+            why = f"torch {torch.__version__} {why_no_gpu()}"
         raise ConfigError(
             f"{command} needs a GPU and {why}; bench engine and bench ladder run without one",
             param="device",

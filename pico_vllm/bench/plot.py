@@ -23,9 +23,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError(
-            "--plot needs matplotlib; pip install 'pico-vllm[plot]'", param="plot"
-        ) from None
+        raise ConfigError("--plot needs matplotlib; pip install matplotlib", param="plot") from None
 
 
 def plot_ladder(path: Path, lines: Sequence[Mapping[str, Any]], title: str) -> None:

@@ -30,6 +30,7 @@ from pico_vllm.bench.engine import PicoEngine
 from pico_vllm.bench.host_cost import host_costs
 from pico_vllm.bench.load import greedy
 from pico_vllm.bench.metrics import distribution_ms
+from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.tier_figures import tier_figures
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.cache.tiers.disk import make_folder
@@ -441,7 +442,7 @@ class _Talks:
                     request = engine.check(talks[user], greedy(self._outs[user][turn]))
                     request_id = engine.add(request)
                     running[request_id], sent_s[request_id] = user, start_s
-                events = engine.step()
+                events = measured_step(engine)
                 now_s = time.perf_counter()
                 for request_id, token_id, reason in zip(
                     events.request_ids, events.token_ids, events.finish_reasons, strict=True

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from pico_vllm.bench.engine import Figures, PicoEngine, measure
+from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.trace import STEP, StepsInTrace, steps_in_trace
 from pico_vllm.bench.workload import PromptSource, Workload
 from pico_vllm.engine.engine import Engine
@@ -65,11 +66,11 @@ def profile_decode(
 def _check_room(llm: LLM, batch: int, context: int, out: int) -> None:
     config = llm.config
     assert config.max_num_seqs is not None and config.num_kv_blocks is not None
-    num_kv_tokens = config.num_kv_blocks * config.block_size
+    num_blocks = batch * -(-(context + out) // config.block_size)
     for param, need, limit, what in (
         ("max_num_seqs", batch, config.max_num_seqs, "requests at once"),
         ("max_model_len", context + out, llm.engine.max_model_len, "tokens a request"),
-        ("num_kv_blocks", batch * (context + out), num_kv_tokens, "tokens of KV"),
+        ("num_kv_blocks", num_blocks, config.num_kv_blocks, "KV blocks"),
     ):
         if need > limit:
             option = f"--{param.replace('_', '-')}"
@@ -88,9 +89,9 @@ def _decoding(engine: Engine, prompts: list[list[int]], out: int) -> Iterator[No
     request_ids = list(waiting)
     try:
         while waiting:
-            waiting.difference_update(engine.step().request_ids)
+            waiting.difference_update(measured_step(engine).request_ids)
         for _ in range(LEAD_IN - 2):
-            engine.step()
+            measured_step(engine)
         yield
     finally:
         for request_id in request_ids:
@@ -104,12 +105,12 @@ def _record(llm: LLM, num_steps: int, trace: Path | None) -> list[dict[str, Any]
     is_gpu = llm.config.device != "cpu"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_gpu
     with torch.profiler.profile(activities=activities):
-        llm.engine.step()  # the profiler makes much on first use
+        measured_step(llm.engine)  # the profiler makes much on first use
         _synchronize(is_gpu)
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(num_steps):
             with record_function(STEP):
-                llm.engine.step()
+                measured_step(llm.engine)
         _synchronize(is_gpu)
     with tempfile.TemporaryDirectory() if trace is None else nullcontext(trace.parent) as folder:
         path = Path(folder) / ("trace.json" if trace is None else trace.name)
@@ -139,7 +140,7 @@ def _replay_ms(llm: LLM) -> float | None:
 
     graphs.replay = see
     try:
-        llm.engine.step()
+        measured_step(llm.engine)
     finally:
         del graphs.replay
     if not seen:

@@ -89,5 +89,8 @@ def stream_answer(
             if is_stopped():
                 break
     if any(output.finish_reason == "error" for output in answer.outputs):
-        raise PicoError("the engine failed at this answer; run again with --debug to see why")
+        raise PicoError(
+            f"the engine failed at this answer: {llm.engine.last_failure}; run again with --debug "
+            "to see where"
+        )
     return answer

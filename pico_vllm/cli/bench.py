@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pico_vllm.bench.clock import StartupClock
-from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile
+from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile, writable
 from pico_vllm.cli.load import bench_interference, bench_load
 from pico_vllm.cli.options import field_option, integers, names, takes_config
 from pico_vllm.cli.prefix import bench_prefix
@@ -109,9 +109,9 @@ def bench_engine(
             "startup_from": clock.counts_from,
             **dict.fromkeys(KEYS),
         }
-        for line in itertools.chain([first], measured):
-            lines.add({"id": line["id"], "model": engine.model} | line | facts)
-        lines.show()
+        with lines.shown():
+            for line in itertools.chain([first], measured):
+                lines.add({"id": line["id"], "model": engine.model} | line | facts)
         lines.end()
 
 
@@ -146,6 +146,7 @@ def bench_kernels(
     from pico_vllm.bench.model_sizes import read_model_config
     from pico_vllm.bench.record import machine
     from pico_vllm.engine.loading import TORCH_DTYPES
+    from pico_vllm.engine.triton_loading import check_sizes
     from pico_vllm.kernels.small_linear import MAX_ROWS
 
     chosen = names("only", only, KERNELS)
@@ -166,13 +167,13 @@ def bench_kernels(
         "read_limit_gb_s": round(limits.read_bytes_s / 1e9, 2),
         "matmul_limit_tflop_s": round(limits.matmul_flop_s / 1e12, 2),
     } | machine(name, commit=commit)
-    sizes = Sizes(
-        read_model_config(model), all_rows, contexts, block_size, torch_dtype, torch_device
-    )
+    model_config = read_model_config(model)
+    check_sizes(model_config.head_dim, block_size)
+    sizes = Sizes(model_config, all_rows, contexts, block_size, torch_dtype, torch_device)
     lines = Lines(KERNEL_COLUMNS, is_json=is_json, record=record)
-    for line in time_kernels(sizes, chosen, GraphTimer(torch_device), limits):
-        lines.add(line | facts)
-    lines.show()
+    with lines.shown():
+        for line in time_kernels(sizes, chosen, GraphTimer(torch_device), limits):
+            lines.add(line | facts)
     lines.end()
 
 
@@ -186,7 +187,11 @@ def bench_ladder(
         str | None, typer.Option(help="Measure these stages only, names with commas between.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the figures into this file (.png, .svg or .pdf).")
+        Path | None,
+        typer.Option(
+            help="Draw the figures into this file (.png, .svg or .pdf).",
+            callback=writable("--plot"),
+        ),
     ] = None,
     is_json: IsJson = False,
     record: RecordFile = None,
@@ -207,11 +212,10 @@ def bench_ladder(
     stages = choose_stages(settle_device(engine.device).type, only)
     columns = ["stage", *map(str, sorted(set(contexts)))]
     lines = Lines(columns, is_json=is_json, record=record)
-    for line, config in run_ladder(stages, contexts, engine, load_llm):
-        lines.add(
-            {"id": line["id"], "model": engine.model} | line | environment(config, commit=commit)
-        )
-    lines.show(_pivot(lines.lines))
+    with lines.shown(_pivot):
+        for line, config in run_ladder(stages, contexts, engine, load_llm):
+            head = {"id": line["id"], "model": engine.model}
+            lines.add(head | line | environment(config, commit=commit))
     for line in lines.lines:
         if line["skipped"] is not None:
             note(f"[{line['stage']}, context {line['context']}: skipped, {line['skipped']}]")

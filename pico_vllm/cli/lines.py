@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,33 +16,38 @@ from pico_vllm.errors import ConfigError
 IsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line a figure.")]
 
 
-def _writable(path: Path | None) -> Path | None:
-    """Refuse before anything is measured what could not be kept afterwards."""
-    if path is None:
-        return None
-    try:
-        if not path.exists():
-            target = path.resolve()  # of a link, which may lead to what is not there yet
-            if not target.parent.exists():
-                target.parent.mkdir(parents=True)
-            target.open("x").close()
-            target.unlink()
-        elif path.is_file() or path.is_dir():
-            path.open("a").close()
-        # Whoever reads a pipe would take the end of this try for that of the record.
-    except OSError as error:
-        raise ConfigError(
-            f"--record {path} cannot be written to: {error.strerror}; name a file in a folder of "
-            "your own",
-            param="record",
-        ) from error
-    return path
+def writable(option: str) -> Callable[[Path | None], Path | None]:
+    """A check of that option, before anything is measured, for what could not be kept after."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        try:
+            if not path.exists():
+                target = path.resolve()  # of a link, which may lead to what is not there yet
+                if not target.parent.exists():
+                    target.parent.mkdir(parents=True)
+                target.open("x").close()
+                target.unlink()
+            elif path.is_file() or path.is_dir():
+                path.open("a").close()
+            # Whoever reads a pipe would take the end of this try for that of the record.
+        except OSError as error:
+            raise ConfigError(
+                f"{option} {path} cannot be written to: {error.strerror}; name a file in a folder "
+                "of your own",
+                param=option.removeprefix("--"),
+            ) from error
+        return path
+
+    return check
 
 
 RecordFile = Annotated[
     Path | None,
     typer.Option(
-        help="Append the lines to this file, with all they depend on.", callback=_writable
+        help="Append the lines to this file, with all they depend on.",
+        callback=writable("--record"),
     ),
 ]
 Commit = Annotated[
@@ -77,6 +83,18 @@ class Lines:
             except OSError as error:
                 # Told at the end: what is measured until then is still printed.
                 self._record_error = error
+
+    @contextmanager
+    def shown(
+        self, rows_of: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] | None = None
+    ) -> Iterator[None]:
+        """Show the table at the end of this, of what there is by then if an error ends it. rows_of:
+        the table's rows, made of the lines."""
+        try:
+            yield
+        finally:
+            if self.lines:
+                self.show(None if rows_of is None else rows_of(self.lines))
 
     def show(self, rows: Sequence[dict[str, Any]] | None = None) -> None:
         """The table, of the lines if no other rows are given."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile, print_table
+from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile, print_table, writable
 from pico_vllm.cli.options import integers, takes_config
 from pico_vllm.cli.terminal import load_llm, note
 from pico_vllm.config.engine import EngineConfig
@@ -76,7 +76,10 @@ def bench_load(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw TTFT and ITL against the load (.png, .svg or .pdf)."),
+        typer.Option(
+            help="Draw TTFT and ITL against the load (.png, .svg or .pdf).",
+            callback=writable("--plot"),
+        ),
     ] = None,
     is_json: IsJson = False,
     record: RecordFile = None,
@@ -122,7 +125,7 @@ def bench_load(
             warm_up(llm.engine, source, num_requests=num_warmups, seed=engine.seed, prompts=prompts)
         lines = Lines(LOAD_COLUMNS, is_json=is_json, record=record)
         facts = environment(llm.config, commit=commit)
-        for line in run_rates(
+        measured = run_rates(
             llm.engine,
             all_arrivals,
             source,
@@ -131,10 +134,11 @@ def bench_load(
             seed=engine.seed,
             prompts=prompts,
             on_start=note,
-        ):
-            head = {"id": line["id"], "model": engine.model}
-            lines.add(head | line | asked | {"num_warmups": num_warmups} | facts)
-    lines.show()
+        )
+        with lines.shown():
+            for line in measured:
+                head = {"id": line["id"], "model": engine.model}
+                lines.add(head | line | asked | {"num_warmups": num_warmups} | facts)
     if not is_json:
         print_table(LATENCY_COLUMNS, list(_latencies(lines.lines)))
     if plot is not None:
@@ -189,10 +193,10 @@ def bench_interference(
         idle_steps=idle_steps,
     )
     lines = Lines(INTERFERENCE_COLUMNS, is_json=is_json, record=record)
-    for line, config in run_interference(all_budgets, scenario, engine, load_llm):
-        head = {"id": line["id"], "model": engine.model}
-        lines.add(head | line | environment(config, commit=commit))
-    lines.show()
+    with lines.shown():
+        for line, config in run_interference(all_budgets, scenario, engine, load_llm):
+            head = {"id": line["id"], "model": engine.model}
+            lines.add(head | line | environment(config, commit=commit))
     lines.end()
 
 

@@ -73,20 +73,20 @@ def bench_prefix(
     if has_turns:
         on_engine.remove(TURNS)
     lines = Lines(COLUMNS, is_json=is_json, record=record)
-    if HOST_COST in cases:
-        for line in run_host_cost(chosen):
-            lines.add(line | {"sizes": sizes} | machine(str(device), commit=commit))
-    if on_engine:
-        with load_llm(replace(engine, kv_host_gb=None, kv_disk_path=None)) as llm:
-            check_cases(on_engine, chosen, llm.config.max_model_len)
-            for line, config in run_prefix(llm, on_engine, chosen, seed=engine.seed):
+    with lines.shown():
+        if HOST_COST in cases:
+            for line in run_host_cost(chosen):
+                lines.add(line | {"sizes": sizes} | machine(str(device), commit=commit))
+        if on_engine:
+            with load_llm(replace(engine, kv_host_gb=None, kv_disk_path=None)) as llm:
+                check_cases(on_engine, chosen, llm.config.max_model_len)
+                for line, config in run_prefix(llm, on_engine, chosen, seed=engine.seed):
+                    head = {"id": line["id"], "model": engine.model}
+                    lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
+            # The engines of turns need the memory.
+            del llm
+        if has_turns:
+            for line, config in run_turns(load_llm, engine, chosen, seed=engine.seed):
                 head = {"id": line["id"], "model": engine.model}
                 lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
-        # The engines of turns need the memory.
-        del llm
-    if has_turns:
-        for line, config in run_turns(load_llm, engine, chosen, seed=engine.seed):
-            head = {"id": line["id"], "model": engine.model}
-            lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
-    lines.show()
     lines.end()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pico_vllm.cli.lines import print_table
+from pico_vllm.cli.lines import print_table, writable
 from pico_vllm.cli.options import takes_config
 from pico_vllm.cli.terminal import load_llm, note
 from pico_vllm.config.engine import EngineConfig
@@ -28,7 +28,10 @@ def profile(
     num_steps: Annotated[int, typer.Option("--steps", min=2, help="Steps to record.")] = 20,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Keep the trace here (.json or .json.gz), for chrome://tracing."),
+        typer.Option(
+            help="Keep the trace here (.json or .json.gz), for chrome://tracing.",
+            callback=writable("--trace"),
+        ),
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,

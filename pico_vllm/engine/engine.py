@@ -83,6 +83,8 @@ class Engine:
         self._in_flight: tuple[StepPlan, PendingResult] | None = None
         self._undelivered: StepEvents | None = None
         """Of a step that an interrupt ended: the next step tells whose requests were lost."""
+        self.last_failure: str | None = None
+        """Why requests ended with finish reason `error`, those that did last."""
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> CheckedRequest:
         """Refuse a request that could not run; otherwise return it as `add` takes it.
@@ -262,7 +264,8 @@ class Engine:
             events = self._scheduler.commit(plan, result)
             if not self.has_work():
                 self.host_clock.idle()
-        except Exception:
+        except Exception as error:
+            self.last_failure = _in_one_line(error)
             self._wait_for_transfers()
             events = self._scheduler.fail(plan)
             logger.exception("step_failed num_requests=%d", len(events.request_ids))
@@ -273,6 +276,7 @@ class Engine:
             self._undelivered = self._scheduler.fail(plan)
             raise
         if FinishReason.ERROR in events.finish_reasons:
+            self.last_failure = "the model gave NaN or infinity; check its weight files"
             logger.warning(
                 "bad_logits: NaN or infinity ended %d",
                 events.finish_reasons.count(FinishReason.ERROR),
@@ -322,8 +326,7 @@ class Engine:
             while self.has_work():
                 if FinishReason.ERROR in self.step().finish_reasons:
                     raise ModelLoadError(
-                        "the model cannot compute a first answer: its weights give NaN or "
-                        "infinity, or a step failed (the log says which); check the weight files",
+                        f"the model cannot compute a first answer: {self.last_failure}",
                         param="model",
                     )
             self._request_numbers = itertools.count()
@@ -332,6 +335,17 @@ class Engine:
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()
+
+
+def _in_one_line(error: Exception) -> str:
+    name = type(error).__name__
+    if name == "OutOfMemoryError":  # of torch, which this module does without
+        return (
+            "the device is out of memory; lower max_num_seqs, max_num_batched_tokens or "
+            "gpu_memory_utilization, or free the device"
+        )
+    lines = str(error).splitlines()
+    return f"{name}: {lines[0]}" if lines else name
 
 
 _GOLDEN_64 = 0x9E3779B97F4A7C15

@@ -190,7 +190,7 @@ def settle_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device {name} was asked for, but torch {torch.__version__} {_why_no_gpu()}; use "
+            f"device {name} was asked for, but torch {torch.__version__} {why_no_gpu()}; use "
             "--device cpu",
             param="device",
         )
@@ -211,7 +211,7 @@ def settle_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _why_no_gpu() -> str:
+def why_no_gpu() -> str:
     """What stands between torch and a GPU, and the way out, in a few words."""
     if torch.version.cuda is None:
         return "is a build without CUDA; install one with it"

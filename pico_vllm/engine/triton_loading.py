@@ -35,24 +35,30 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device) -> Non
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"kernels {config.kernels} needs a GPU, and the device is {device}; use kernels plain",
+            f"kernels {config.kernels} needs a GPU, and the device is {device}; use --kernels "
+            "plain",
             param="kernels",
         )
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
             f"kernels {config.kernels} needs the package triton, which this torch came without; "
-            "install it, or use kernels plain",
+            "install it, or use --kernels plain",
             param="kernels",
         )
-    if model.head_dim % 8 or model.head_dim > MAX_HEAD_DIM:
+    check_sizes(model.head_dim, config.block_size)
+
+
+def check_sizes(head_dim: int, block_size: int) -> None:
+    """Raises ConfigError for those that the kernels do not take."""
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         raise ConfigError(
-            f"head_dim {model.head_dim} is not supported by the GPU kernels, which take multiples "
-            f"of 8 up to {MAX_HEAD_DIM}; use --kernels plain",
+            f"head_dim {head_dim} is not supported by the GPU kernels, which take multiples of 8 "
+            f"up to {MAX_HEAD_DIM}; use --kernels plain",
             param="kernels",
         )
-    if config.block_size not in BLOCK_SIZES:
+    if block_size not in BLOCK_SIZES:
         raise ConfigError(
-            f"block_size {config.block_size} is not supported by the GPU kernels, which take "
+            f"block_size {block_size} is not supported by the GPU kernels, which take "
             f"{', '.join(map(str, BLOCK_SIZES))}; use one of them, or --kernels plain",
             param="block_size",
         )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pico_vllm.bench import engine as bench_engine
 from pico_vllm.bench.engine import KEYS
 from pico_vllm.bench.trace import STEP
 from pico_vllm.cli import main
+from pico_vllm.engine.model_runner import ModelRunner
 from pico_vllm.errors import ConfigError
+from pico_vllm.step import StepPlan
 
 ON_CPU = ["--device", "cpu", "--threads", "1", "--dtype", "float32"]
 
@@ -107,6 +111,39 @@ def test_profile_of_a_decode_step(
     assert len(marks) == 4
 
 
+@pytest.mark.parametrize(
+    ("command", "call", "row"),
+    [
+        (["bench", "engine", "--only", "cpu-decode-b1"], 40, "startup"),
+        (["profile", "--context", "8", "--steps", "4"], 30, None),
+    ],
+)
+def test_a_step_that_fails_is_named_and_no_figure(
+    tiny_model: Any,
+    command: list[str],
+    call: int,
+    row: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line says what failed and what helps, and what was measured before it is shown."""
+    launch, calls = ModelRunner.launch, itertools.count(1)
+
+    def failing(runner: ModelRunner, plan: StepPlan) -> Any:
+        if next(calls) >= call:
+            raise torch.OutOfMemoryError("planted")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", failing)
+    model = ["--model", str(tiny_model.folder)]
+    assert main.run([*command, *model, *ON_CPU]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith(
+        "error: a step failed while it was measured: the device is out of memory; lower max_num"
+    )
+    assert row is None or row in captured.out
+
+
 def test_profile_prints_tables(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --json a person gets the step and its operations."""
     model = ["--model", str(tiny_model.folder), "--max-model-len", "64"]
@@ -121,6 +158,12 @@ def test_profile_prints_tables(tiny_model: Any, capsys: pytest.CaptureFixture[st
         (["--context", "60"], "batch 1 and context 60 need 74 tokens a request and max_model_len"),
         (["--batch", "5"], "batch 5 and context 4 need 5 requests at once and max_num_seqs"),
         (["--trace", "x.txt"], "--trace x.txt must end in .json or .json.gz"),
+        (["--trace", "/proc/x/t.json"], "--trace /proc/x/t.json cannot be written to"),
+        (
+            # 64 tokens hold both, but a block is one request's.
+            ["--batch", "2", "--block-size", "64", "--num-kv-blocks", "1"],
+            "batch 2 and context 4 need 2 KV blocks and num_kv_blocks allows 1",
+        ),
     ],
 )
 def test_a_profile_that_does_not_fit_is_refused(

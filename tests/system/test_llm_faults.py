@@ -107,6 +107,7 @@ def test_the_log_has_the_fault_and_no_text(
         llm.generate("my secret words", greedy(3))
     assert "step_failed num_requests=1" in caplog.text and "planted" in caplog.text
     assert "secret" not in caplog.text
+    assert llm.engine.last_failure == "RuntimeError: planted"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -12,6 +12,7 @@ from pico_vllm.bench.interference import LEAD_IN, Scenario, measure
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.engine.engine import CheckedRequest
+from pico_vllm.errors import PicoError
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason
 from pico_vllm.sampling_params import SamplingParams
@@ -107,7 +108,7 @@ def test_a_decoding_request_that_ends_is_seen(monkeypatch: pytest.MonkeyPatch) -
             return events
         return replace(events, finish_reasons=(FinishReason.ERROR, *events.finish_reasons[1:]))
 
-    engine.step = failing
-    with pytest.raises(AssertionError, match="a decoding request ended with error"):
+    engine.step, engine.last_failure = failing, "the reason"
+    with pytest.raises(PicoError, match="a step failed while it was measured: the reason;"):
         measure(engine, SCENARIO, PromptSource(100, 0))
     assert not engine.has_work()

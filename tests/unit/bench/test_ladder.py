@@ -110,11 +110,11 @@ def test_what_is_asked_for_must_exist_and_fit(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra, or the endings that are pictures."""
+    """The error names the package, or the endings that are pictures."""
     with pytest.raises(ConfigError, match=r"must end in \.png, \.svg, \.pdf"):
         check_plot(Path("ladder.txt"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pico-vllm\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib"):
         check_plot(Path("ladder.png"))
 
 

@@ -24,7 +24,7 @@ class FakeLLM:
         self.num_open_streams = 0
         self.logprobs: dict[int, Logprob] | None = None
         """Given with every token."""
-        self.engine = SimpleNamespace(max_model_len=window)
+        self.engine = SimpleNamespace(max_model_len=window, last_failure="the reason")
         self.config = SimpleNamespace(model="fake")
         self.tokenizer = SimpleNamespace(
             chat_template="..." if has_template else None,

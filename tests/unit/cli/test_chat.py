@@ -73,7 +73,7 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(run_cli: RunCli) -> N
     llm = FakeLLM("A")
     llm.finish_reason = "error"
     code, _, err = run_cli("chat", stdin=b"one\ntwo\n", llm=llm)
-    assert code == 0 and err.count("error: the engine failed") == 2
+    assert code == 0 and err.count("error: the engine failed at this answer: the reason;") == 2
     assert llm.prompts == [[("user", "one")], [("user", "two")]]
 
 

@@ -113,6 +113,19 @@ def test_a_disk_that_fills_up_costs_no_figure(capsys: pytest.CaptureFixture[str]
         lines.end()
 
 
+def test_an_error_leaves_the_table_of_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines until then, as rows of their own where those are asked for; none without lines."""
+    for rows_of, expected in ((None, "1234"), (lambda lines: [{"a": len(lines)}], "1")):
+        lines = Lines(["a"], is_json=False, record=None)
+        with pytest.raises(RuntimeError, match="planted"), lines.shown(rows_of):
+            lines.add({"a": 1234})
+            raise RuntimeError("planted")
+        assert expected in capsys.readouterr().out
+    with pytest.raises(RuntimeError), Lines(["a"], is_json=False, record=None).shown():
+        raise RuntimeError
+    assert not capsys.readouterr().out
+
+
 def test_no_part_of_a_line_is_left_where_room_ends(tmp_path: Path) -> None:
     """The lines before are kept as they were, and the next one comes whole."""
     path = tmp_path / "r.jsonl"
