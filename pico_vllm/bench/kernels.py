@@ -222,7 +222,8 @@ def cases(sizes: Sizes, only: Sequence[str]) -> Iterator[KernelCase]:
 
 
 def linear_case(sizes: Sizes, kernel: str, rows: int) -> KernelCase:
-    """As the model runs it, with norm, bias, SiLU or residual; cuBLAS does the product alone."""
+    """As the model runs it up to 24 rows, with norm, bias, SiLU or residual; above, where it leaves
+    qkv, o and down in parts, these whole. cuBLAS does the product alone."""
     model = sizes.model
     hidden, mlp = model.hidden_size, model.intermediate_size
     attention = model.num_heads * model.head_dim

@@ -271,7 +271,8 @@ class Engine:
             logger.exception("step_failed num_requests=%d", len(events.request_ids))
             self._wait_for_step_in_flight()
             return events
-        except BaseException:
+        except BaseException as error:
+            self.last_failure = _in_one_line(error)
             self._wait_for_transfers()
             self._undelivered = self._scheduler.fail(plan)
             raise
@@ -337,7 +338,7 @@ class Engine:
         self._scheduler.check_invariants()
 
 
-def _in_one_line(error: Exception) -> str:
+def _in_one_line(error: BaseException) -> str:
     name = type(error).__name__
     if name == "OutOfMemoryError":  # of torch, which this module does without
         return (

@@ -264,6 +264,7 @@ def test_interrupt_in_a_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
     stream = llm.stream("abc", greedy(20))
     with pytest.raises(KeyboardInterrupt):
         list(stream)
+    assert llm.engine.last_failure == "KeyboardInterrupt"
     llm.engine.step()
     assert_idle(llm)
 
