@@ -253,8 +253,8 @@ def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
 
         return record
 
-    # On a GPU the runner chooses along with the head.
-    owners = [(runner._model, "logits"), (runner, "_choose")]
+    # On a GPU the head chooses too.
+    owners = [(runner._model, "logits"), (getattr(runner, "_head", None), "choose")]
     patched = [(owner, name) for owner, name in owners if hasattr(owner, name)]
     originals = [getattr(owner, name) for owner, name in patched]
     for (owner, name), original in zip(patched, originals, strict=True):

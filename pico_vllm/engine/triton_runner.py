@@ -27,18 +27,15 @@ from pico_vllm.engine.model_runner import PendingResult
 from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.forward_batch import ForwardBatch
-from pico_vllm.kernels import hopper_head
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample
-from pico_vllm.kernels.head_sample import HeadScratch, head_sample, sample_logits
 from pico_vllm.kernels.host_words import publish_ids
 from pico_vllm.kernels.launch import compiled_in_parallel
 from pico_vllm.kernels.paged_decode import are_long
 from pico_vllm.kernels.shared_prefix import MIN_SHARING
-from pico_vllm.kernels.small_linear import MAX_ROWS
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
 from pico_vllm.layers.linear import Residual
-from pico_vllm.layers.triton_linear import TritonLinear, normed_rows
+from pico_vllm.layers.triton_head import TritonHead
 from pico_vllm.models.llama import LlamaForCausalLM
 from pico_vllm.sampling_params import MAX_LOGPROBS
 from pico_vllm.step import NO_TOKEN, BlockCopy, StepPlan, StepResult, TokenLogprobs
@@ -181,7 +178,9 @@ class TritonRunner:
         self._ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         words = (max_num_seqs, num_words(MAX_LOGPROBS))
         self._logprob_words = torch.zeros(words, dtype=torch.int32, device=device)
-        self._head_scratch = HeadScratch.allocate(device)
+        self._head = TritonHead(
+            model.norm, model.head, vocab_size=vocab_size, dtype=model.dtype, device=device
+        )
         self._row_scratch = RowScratch.allocate(max_num_seqs, vocab_size, device)
         # By turn, the last row for padding.
         ids = (TURNS + 1, max_num_seqs)
@@ -245,12 +244,7 @@ class TritonRunner:
 
     def _tails_of(self, num_requests: int) -> tuple[Tail, ...]:
         """That steps of so many requests may have, the simplest first."""
-        head, V, E = self._model.head, self._vocab_size, self._model.hidden_size
-        if (
-            isinstance(head, TritonLinear)
-            and hopper_head.can_take(self._device, self._model.dtype, E)
-            and hopper_head.is_faster(num_requests, V)
-        ):
+        if self._head.is_faster_without_logits(num_requests):
             return "greedy", "sample", "full"
         return "sample", "full"
 
@@ -404,7 +398,7 @@ class TritonRunner:
         R, vocab_size = len(last.x_TE), self._vocab_size
         out_R = self._ids[:R]
         if tail == "greedy":
-            self._choose_likeliest(last, feed.table_rows, feed.last_tokens, out_R)
+            self._head.choose_likeliest(last, feed.table_rows, feed.last_tokens, out_R)
             return
         requests = {"rows_R": feed.table_rows, "positions_R": batch.seq_lens}
         around = requests | {
@@ -414,7 +408,7 @@ class TritonRunner:
             "last_tokens_W": feed.last_tokens,
             "out_R": out_R,
         }
-        logits_RV = self._choose(last, around)
+        logits_RV = self._head.choose(last, around)
         if tail == "sample":
             return
         asked, scratch = sampling.asked, self._row_scratch
@@ -423,27 +417,6 @@ class TritonRunner:
             logits_RV, vocab_size=vocab_size, numbers_WF=asked.numbers_WF, chosen_R=out_R,
             scratch=scratch, out_RN=self._logprob_words[:R], **requests,
         )  # fmt: skip
-
-    def _choose_likeliest(
-        self, last: Residual, rows_R: Tensor, last_tokens_W: Tensor, out_R: Tensor
-    ) -> None:
-        head = self._model.head
-        assert isinstance(head, TritonLinear)
-        hopper_head.hopper_head(
-            normed_rows(self._model.norm, last), head.weight.weight_NK,
-            vocab_size=self._vocab_size, rows_R=rows_R, last_tokens_W=last_tokens_W,
-            scratch=self._head_scratch, out_R=out_R,
-        )  # fmt: skip
-
-    def _choose(self, last: Residual, around: Mapping[str, Tensor]) -> Tensor:
-        """By temperature alone; also the logits, [R, V] in the model's dtype."""
-        head, norm, x_RE = self._model.head, self._model.norm, last.x_TE
-        options = {"vocab_size": self._vocab_size, "scratch": self._head_scratch, **around}
-        if isinstance(head, TritonLinear) and len(x_RE) <= MAX_ROWS:
-            return head_sample(x_RE, norm.weight_E, norm.eps, head.weight.weight_NK, **options)
-        logits_RV = head.normed(norm, last)
-        sample_logits(logits_RV, **options)
-        return logits_RV
 
     def _expect_ids(self, plan: StepPlan) -> NDArray[np.int64]:
         """Where the ids of a step that is to be launched will appear."""
