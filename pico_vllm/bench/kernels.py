@@ -1,5 +1,8 @@
 """Each kernel of a step by itself, at the sizes of a model, beside its plain twin and torch.
 
+Products, head and decoding attention are called as a step calls them, through the layers and the
+cache, so that what is timed is what runs at that size.
+
 Times are of CUDA graphs that hold at least 20 launches. A launch takes the next of several sets of
 weights or KV, so that no cache serves it: together they are 256 MiB where that takes no more than
 512 sets. What limits a kernel is measured in the same run: reading memory, or a large product.
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,31 +24,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from pico_vllm.bench.limits import cuda_ms
+from pico_vllm.cache.triton_kv import TritonKV, TritonStep
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows
+from pico_vllm.forward_batch import DeviceFeed, ForwardBatch
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample, full_sample_reference
-from pico_vllm.kernels.head_sample import (
-    HeadScratch,
-    head_sample,
-    head_sample_reference,
-    sample_logits,
-)
+from pico_vllm.kernels.head_sample import HeadScratch, head_sample_reference, sample_logits
 from pico_vllm.kernels.hopper_prefill import can_take, hopper_prefill
-from pico_vllm.kernels.paged_decode import (
-    DecodeScratch,
-    are_long,
-    paged_decode_reference,
-    rope_paged_decode,
-)
+from pico_vllm.kernels.paged_decode import are_long, paged_decode_reference
 from pico_vllm.kernels.paged_prefill import paged_prefill, paged_prefill_pool_reference
 from pico_vllm.kernels.rms_norm import rms_norm, rms_norm_reference
 from pico_vllm.kernels.rope_store_kv import rope_store_kv, rope_store_kv_reference
 from pico_vllm.kernels.silu_mul import silu_mul, silu_mul_reference
 from pico_vllm.kernels.small_linear import small_linear_reference
-from pico_vllm.layers.linear import DenseWeight, Residual
+from pico_vllm.layers.linear import DenseWeight, Parts, Residual
 from pico_vllm.layers.norm import RMSNorm
 from pico_vllm.layers.rope import Rope
+from pico_vllm.layers.triton_head import TritonHead
 from pico_vllm.layers.triton_linear import TritonLayers
 from pico_vllm.sampler.philox import gumbel_noise
 from pico_vllm.sampling_params import SamplingParams
@@ -57,6 +53,8 @@ MAX_SETS = 512
 MIN_LAUNCHES = 20
 NUM_REPLAYS = 10
 MAX_POOL_BYTES = 16 << 30
+MAX_ROWS = 1024
+"""For whose logits and KV there is memory."""
 KERNELS = (
     "qkv", "o", "gate_up", "down", "head", "full_sample", "decode_attention", "prefill_attention",
     "chunk_attention", "rms_norm", "silu_mul", "rope_store_kv",
@@ -81,6 +79,8 @@ class KernelCase:
     num_sets: int
     ours: Run
     twin: Run
+    whole: Callable[[Tensor], Tensor] = lambda y: y
+    """What the twin gives, of what ours leaves to be added up by the kernel behind."""
     has_capturable_twin: bool = True
     """False where it asks the device for numbers: it is then timed launch by launch."""
     torch_name: str | None = None
@@ -222,85 +222,153 @@ def cases(sizes: Sizes, only: Sequence[str]) -> Iterator[KernelCase]:
 
 
 def linear_case(sizes: Sizes, kernel: str, rows: int) -> KernelCase:
-    """As the model runs it up to 24 rows, with norm, bias, SiLU or residual; above, where it leaves
-    qkv, o and down in parts, these whole. cuBLAS does the product alone."""
-    model = sizes.model
-    hidden, mlp = model.hidden_size, model.intermediate_size
-    attention = model.num_heads * model.head_dim
-    num_qkv = attention + 2 * model.num_kv_heads * model.head_dim
-    num_out, num_in = {
-        "qkv": (num_qkv, hidden),
-        "o": (hidden, attention),
-        "gate_up": (2 * mlp, hidden),
-        "down": (hidden, mlp),
-    }[kernel]
+    """As a decoding step runs it: with norm, bias, SiLU or residual, with the next norm where that
+    is made along with the sum, or in parts that attention adds up. cuBLAS does the product
+    alone."""
+    num_out, num_in = _weight_shapes(sizes.model)[kernel]
     num_bytes = num_out * num_in * sizes.dtype.itemsize
     num_sets = sizes.num_sets(num_bytes)
     weights = [sizes.random(num_out, num_in) for _ in range(num_sets)]
-    x_MK, residual_MN = sizes.random(rows, num_in), sizes.random(rows, num_out)
-    bias = sizes.random(num_out) if kernel == "qkv" and model.qkv_bias else None
-    norm = RMSNorm(sizes.random(num_in), model.rms_norm_eps)
-    layers = TritonLayers(sizes.device)
-    linears = [layers.linear(DenseWeight(weight), bias) for weight in weights]
-    has_norm = kernel in ("qkv", "gate_up")
-
-    def ours(index: int) -> Tensor:
-        if kernel == "gate_up":
-            return linears[index].normed_silu_mul(norm, Residual(x_MK))
-        if has_norm:
-            return linears[index].normed(norm, Residual(x_MK))
-        return linears[index].added(x_MK, Residual(residual_MN)).x_TE
-
-    def twin(index: int) -> Tensor:
-        return small_linear_reference(
-            x_MK,
-            weights[index],
-            bias_N=bias,
-            norm_K=norm.weight_E if has_norm else None,
-            eps=norm.eps,
-            residual_MN=None if has_norm else residual_MN,
-            has_silu_mul=kernel == "gate_up",
-        )
-
+    x_MK = sizes.random(rows, num_in)
+    make = _added_case if kernel in ("o", "down") else _normed_case
     return KernelCase(
         kernel=kernel,
         rows=rows,
         num_bytes=num_bytes,
         flop=2 * rows * num_out * num_in,
         num_sets=num_sets,
-        ours=ours,
-        twin=twin,
         torch_name="cuBLAS",
         torch_run=lambda index: functional.linear(x_MK, weights[index]),
+        **make(sizes, kernel, rows, weights),
     )
 
 
+def _added_case(sizes: Sizes, kernel: str, rows: int, weights: Sequence[Tensor]) -> dict[str, Any]:
+    """o or down."""
+    num_out, num_in = weights[0].shape
+    layers = TritonLayers(sizes.device)
+    linears = [layers.linear(DenseWeight(weight), None) for weight in weights]
+    norm = RMSNorm(sizes.random(num_out), sizes.model.rms_norm_eps)
+    x_MK, residual_MN = sizes.random(rows, num_in), sizes.random(rows, num_out)
+
+    def ours(index: int) -> Tensor:
+        added = linears[index].added(x_MK, Residual(residual_MN), norm)
+        return added.x_TE if added.normed_TE is None else added.normed_TE
+
+    is_normed = linears[0].added(x_MK, Residual(residual_MN.clone()), norm).normed_TE is not None
+
+    def twin(index: int) -> Tensor:
+        sum_MN = small_linear_reference(x_MK, weights[index], residual_MN=residual_MN)
+        return rms_norm_reference(sum_MN, norm.weight_E, norm.eps) if is_normed else sum_MN
+
+    return {"ours": ours, "twin": twin}
+
+
+def _normed_case(sizes: Sizes, kernel: str, rows: int, weights: Sequence[Tensor]) -> dict[str, Any]:
+    """qkv or gate_up, of what the product before leaves."""
+    num_out, num_in = weights[0].shape
+    is_qkv = kernel == "qkv"
+    layers = TritonLayers(sizes.device)
+    bias = sizes.random(num_out) if is_qkv and sizes.model.qkv_bias else None
+    linears = [layers.linear(DenseWeight(weight), bias) for weight in weights]
+    norm = RMSNorm(sizes.random(num_in), sizes.model.rms_norm_eps)
+    residual = _left_by(sizes, layers, "down" if is_qkv else "o", rows, norm)
+    leaves_parts = is_qkv and _decode_step(sizes, rows, context=1).adds_parts
+
+    def ours(index: int) -> Tensor:
+        if not is_qkv:
+            return linears[index].normed_silu_mul(norm, residual)
+        if leaves_parts:
+            return linears[index].normed_in_parts(norm, residual).parts_SMN
+        return linears[index].normed(norm, residual)
+
+    missing_bias = linears[0].normed_in_parts(norm, residual).bias_N if leaves_parts else None
+
+    def whole(y: Tensor) -> Tensor:
+        return add_up(Parts(y, missing_bias)) if leaves_parts else y
+
+    def twin(index: int) -> Tensor:
+        is_normed = residual.normed_TE is not None
+        return small_linear_reference(
+            residual.normed_TE if is_normed else residual.x_TE,
+            weights[index],
+            bias_N=bias,
+            norm_K=None if is_normed else norm.weight_E,
+            eps=norm.eps,
+            has_silu_mul=not is_qkv,
+        )
+
+    return {"ours": ours, "whole": whole, "twin": twin}
+
+
+def _weight_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    hidden, mlp = model.hidden_size, model.intermediate_size
+    attention = model.num_heads * model.head_dim
+    return {
+        "qkv": (attention + 2 * model.num_kv_heads * model.head_dim, hidden),
+        "o": (hidden, attention),
+        "gate_up": (2 * mlp, hidden),
+        "down": (hidden, mlp),
+    }
+
+
+def _left_by(
+    sizes: Sizes, layers: TritonLayers, kernel: Literal["o", "down"], rows: int, norm: RMSNorm
+) -> Residual:
+    """The residual stream as o or down leave it, normalised where they do that too."""
+    num_out, num_in = _weight_shapes(sizes.model)[kernel]
+    linear = layers.linear(DenseWeight(sizes.random(num_out, num_in)), None)
+    return linear.added(sizes.random(rows, num_in), Residual(sizes.random(rows, num_out)), norm)
+
+
+def add_up(parts: Parts) -> Tensor:
+    """As the kernel behind does: in fp32, rounded once."""
+    total_MN = parts.parts_SMN.float().sum(0)
+    if parts.bias_N is not None:
+        total_MN += parts.bias_N.float()
+    return total_MN.to(parts.parts_SMN.dtype)
+
+
 def head_case(sizes: Sizes, rows: int) -> KernelCase:
-    """Norm, head and the choice of the highest logit; cuBLAS makes the logits alone."""
+    """The likeliest token of each request: norm, but where the last product makes it, head and
+    choice. cuBLAS makes the logits alone."""
     model, device = sizes.model, sizes.device
-    vocab, hidden, eps = model.vocab_size, model.hidden_size, model.rms_norm_eps
+    vocab, hidden = model.vocab_size, model.hidden_size
     num_bytes = vocab * hidden * sizes.dtype.itemsize
     num_sets = sizes.num_sets(num_bytes)
-    heads = [sizes.random(vocab, hidden) for _ in range(num_sets)]
-    x_RE, norm_E = sizes.random(rows, hidden), sizes.random(hidden)
+    weights = [sizes.random(vocab, hidden) for _ in range(num_sets)]
+    layers, norm = TritonLayers(device), RMSNorm(sizes.random(hidden), model.rms_norm_eps)
+    last = _left_by(sizes, layers, "down", rows, norm)
+    heads = [
+        TritonHead(
+            norm, layers.linear(DenseWeight(weight), None),
+            vocab_size=vocab, dtype=sizes.dtype, device=device,
+        )
+        for weight in weights
+    ]  # fmt: skip
     table_rows = torch.arange(rows, dtype=torch.int32, device=device)
     zeros_W = torch.zeros(rows, dtype=torch.int64, device=device)
     last_tokens_W = torch.zeros_like(zeros_W)
     temperatures_W = torch.zeros(rows, device=device)
-    scratch = HeadScratch.allocate(device)
     no_noise = torch.zeros((1, vocab), device=device)
 
     def ours(index: int) -> Tensor:
-        ids_R = torch.empty(rows, dtype=torch.int64, device=device)
-        head_sample(
-            x_RE, norm_E, eps, heads[index], vocab_size=vocab, rows_R=table_rows,
-            positions_R=table_rows, temperatures_W=temperatures_W, seeds_W=zeros_W,
-            sample_indices_W=zeros_W, last_tokens_W=last_tokens_W, scratch=scratch, out_R=ids_R,
-        )  # fmt: skip
+        head, ids_R = heads[index], torch.empty(rows, dtype=torch.int64, device=device)
+        if head.is_faster_without_logits(rows):
+            head.choose_likeliest(last, table_rows, last_tokens_W, ids_R)
+        else:
+            around = {
+                "rows_R": table_rows, "positions_R": table_rows, "temperatures_W": temperatures_W,
+                "seeds_W": zeros_W, "sample_indices_W": zeros_W, "last_tokens_W": last_tokens_W,
+                "out_R": ids_R,
+            }  # fmt: skip
+            head.choose(last, around)
         return ids_R
 
     def twin(index: int) -> Tensor:
-        logits_RV = small_linear_reference(x_RE, heads[index], norm_K=norm_E, eps=eps)
+        logits_RV = small_linear_reference(
+            last.x_TE, weights[index], norm_K=norm.weight_E, eps=norm.eps
+        )
         return head_sample_reference(logits_RV, no_noise, temperatures_W, vocab_size=vocab)
 
     return KernelCase(
@@ -312,7 +380,7 @@ def head_case(sizes: Sizes, rows: int) -> KernelCase:
         ours=ours,
         twin=twin,
         torch_name="cuBLAS",
-        torch_run=lambda index: functional.linear(x_RE, heads[index]),
+        torch_run=lambda index: functional.linear(last.x_TE, weights[index]),
     )
 
 
@@ -383,62 +451,49 @@ def full_sample_case(sizes: Sizes, rows: int) -> KernelCase:
 
 
 def decode_attention_case(sizes: Sizes, rows: int, context: int) -> KernelCase:
-    """RoPE, store and attention of requests that all have the same length. SDPA reads dense KV,
-    and neither rotates nor stores."""
+    """RoPE, store and attention of requests that all have the same length, of qkv as its product
+    leaves it. SDPA reads dense KV, and neither rotates nor stores."""
     model, device = sizes.model, sizes.device
     num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
-    num_all = num_heads + 2 * num_kv_heads
     num_bytes = rows * context * 2 * num_kv_heads * head_dim * sizes.dtype.itemsize
     num_sets = sizes.num_sets(num_bytes)
-    blocks_each = -(-context // sizes.block_size)
     num_layers = model.num_layers
     # A set is a layer and a block table: as many layers as the model has, if there is room.
     while num_layers > 1 and num_bytes * -(-num_sets // num_layers) * num_layers > MAX_POOL_BYTES:
         num_layers //= 2
     num_tables = -(-num_sets // num_layers)
-    num_blocks = num_tables * rows * blocks_each
-    pool = _pool(sizes, num_blocks + 1, num_layers)
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1
-    tables = order.view(num_tables, rows, blocks_each).to(device, torch.int32)
-    seq_lens = torch.full((rows,), context, dtype=torch.int32, device=device)
-    table_rows = torch.arange(rows, dtype=torch.int32, device=device)
-    positions = seq_lens - 1
-    slots = [
-        table[:, -1].long() * sizes.block_size + (context - 1) % sizes.block_size
-        for table in tables
-    ]
-    qkv_RND = sizes.random(rows, num_all, head_dim)
-    rope = Rope(model.rope, head_dim, context, device)
-    norm: dict[str, Any] = {}
+    cache = _decode_cache(sizes, rows, context, num_layers=num_layers, num_tables=num_tables)
+    batches = [_decode_batch(sizes, rows, context, table) for table in range(num_tables)]
+    steps = [cache.for_step(batch) for batch in batches]
+    qk_norm = None
+    twin_norm: dict[str, Any] = {}
     if model.qk_norm:
-        norm = {"eps": model.rms_norm_eps}
-        q_norm, k_norm = sizes.random(head_dim), sizes.random(head_dim)
-        ours_norm = norm | {"q_norm_D": q_norm, "k_norm_D": k_norm}
-        twin_norm = norm | {"q_norm": q_norm, "k_norm": k_norm}
+        qk_norm = sizes.random(head_dim), sizes.random(head_dim), model.rms_norm_eps
+        twin_norm = dict(zip(("q_norm", "k_norm", "eps"), qk_norm, strict=True))
+    layers, norm = TritonLayers(device), RMSNorm(sizes.random(model.hidden_size), 1e-5)
+    num_out, num_in = _weight_shapes(model)["qkv"]
+    bias = sizes.random(num_out) if model.qkv_bias else None
+    qkv = layers.linear(DenseWeight(sizes.random(num_out, num_in)), bias)
+    residual = _left_by(sizes, layers, "down", rows, norm)
+    if steps[0].adds_parts:
+        parts = qkv.normed_in_parts(norm, residual)
     else:
-        ours_norm = twin_norm = norm
-    scale = head_dim**-0.5
-    scratch = DecodeScratch.allocate(rows, num_heads, num_kv_heads, head_dim, device)
-    is_long = are_long(np.full(rows, context - 1, np.int32))
-
-    def layer_and_table(index: int) -> tuple[Tensor, Tensor, int]:
-        layer, table = index % num_layers, index // num_layers
-        return pool[:, :, layer, 0], pool[:, :, layer, 1], table
+        parts = Parts(qkv.normed(norm, residual)[None])
+    qkv_RND = add_up(parts).view(rows, -1, head_dim)
 
     def ours(index: int) -> Tensor:
-        k_BGSD, v_BGSD, table = layer_and_table(index)
-        return rope_paged_decode(
-            qkv_RND, rope.cos_PD, rope.sin_PD, k_BGSD, v_BGSD, tables[table], table_rows, seq_lens,
-            scale=scale, scratch=scratch, is_long=is_long, **ours_norm,
-        )  # fmt: skip
+        return steps[index // num_layers].rotate_and_attend(
+            index % num_layers, parts.parts_SMN, parts.bias_N, qk_norm, only_last=False
+        )
 
     def twin(index: int) -> Tensor:
-        k_BGSD, v_BGSD, table = layer_and_table(index)
+        batch, kv = batches[index // num_layers], cache.layers[index % num_layers]
         rotated = rope_store_kv_reference(
-            qkv_RND, rope.cos_PD, rope.sin_PD, positions, slots[table], k_BGSD, v_BGSD, **twin_norm
+            qkv_RND, *cache.cos_sin, batch.positions, batch.slot_mapping, *kv, **twin_norm
         )
-        q_rot = rotated[:, :num_heads]
-        return paged_decode_reference(q_rot, k_BGSD, v_BGSD, tables[table], seq_lens, scale=scale)
+        return paged_decode_reference(
+            rotated[:, :num_heads], *kv, batch.block_table, batch.seq_lens, scale=cache.scale
+        )
 
     dense = [
         (
@@ -460,8 +515,71 @@ def decode_attention_case(sizes: Sizes, rows: int, context: int) -> KernelCase:
         has_capturable_twin=False,
         torch_name="SDPA",
         torch_run=lambda index: functional.scaled_dot_product_attention(
-            q_RH1D, *dense[index], scale=scale, enable_gqa=True
+            q_RH1D, *dense[index], scale=cache.scale, enable_gqa=True
         ),
+    )
+
+
+def _decode_cache(
+    sizes: Sizes, rows: int, context: int, *, num_layers: int, num_tables: int
+) -> TritonKV:
+    model = sizes.model
+    rope = Rope(model.rope, model.head_dim, context, sizes.device)
+    num_blocks = num_tables * rows * -(-context // sizes.block_size)
+    cache = TritonKV(
+        replace(model, num_layers=num_layers),
+        num_device_blocks=num_blocks,
+        block_size=sizes.block_size,
+        max_num_seqs=rows,
+        cos_PD=rope.cos_PD,
+        sin_PD=rope.sin_PD,
+        dtype=sizes.dtype,
+        device=sizes.device,
+    )
+    cache.device_pool.normal_(std=0.05)
+    return cache
+
+
+def _decode_step(sizes: Sizes, rows: int, context: int) -> TritonStep:
+    cache = _decode_cache(sizes, rows, context, num_layers=1, num_tables=1)
+    return cache.for_step(_decode_batch(sizes, rows, context, 0))
+
+
+def _decode_batch(sizes: Sizes, rows: int, context: int, table: int) -> ForwardBatch:
+    """Requests of one length, whose blocks, in no order, are those of no other table."""
+    block_size, device = sizes.block_size, sizes.device
+    blocks_each = -(-context // block_size)
+    count = rows * blocks_each
+    first = 1 + table * count  # 0 is the null block
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(table)) + first
+    block_table = order.view(rows, blocks_each).to(device, torch.int32)
+    positions = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
+    last_slot = (context - 1) % block_size
+    table_rows = torch.arange(rows, dtype=torch.int32, device=device)
+    zeros_R = torch.zeros(rows, dtype=torch.int64, device=device)
+    context_lens = np.full(rows, context - 1, np.int32)
+    feed = DeviceFeed(
+        token_rows=table_rows,
+        table_rows=table_rows,
+        last_tokens=zeros_R,
+        sample_at=table_rows,
+        block_size=block_size,
+        is_long=are_long(context_lens),
+        fresh_request=rows,
+        fresh_token=rows,
+    )
+    return ForwardBatch(
+        token_ids=zeros_R,
+        positions=positions,
+        slot_mapping=block_table[:, -1].long() * block_size + last_slot,
+        block_table=block_table,
+        seq_lens=(positions + 1).int(),
+        query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        num_decodes=rows,
+        rows=np.arange(rows, dtype=np.int32),
+        context_lens=context_lens,
+        query_lens=np.ones(rows, np.int32),
+        feed=feed,
     )
 
 

@@ -142,19 +142,15 @@ def bench_kernels(
     from pico_vllm.bench.limits import matmul_limit_flop_s, read_limit_bytes_s, require_gpu
 
     torch_device = require_gpu(device, "bench kernels")
-    from pico_vllm.bench.kernels import KERNELS, GraphTimer, Limits, Sizes, time_kernels
+    from pico_vllm.bench.kernels import KERNELS, MAX_ROWS, GraphTimer, Limits, Sizes, time_kernels
     from pico_vllm.bench.model_sizes import read_model_config
     from pico_vllm.bench.record import machine
     from pico_vllm.engine.loading import TORCH_DTYPES
     from pico_vllm.engine.triton_loading import check_sizes
-    from pico_vllm.kernels.small_linear import MAX_ROWS
 
     chosen = names("only", only, KERNELS)
     if max(all_rows) > MAX_ROWS:
-        raise ConfigError(
-            f"--rows {max(all_rows)} is more than the {MAX_ROWS} rows that small_linear takes",
-            param="rows",
-        )
+        raise ConfigError(f"--rows {max(all_rows)} is more than {MAX_ROWS}", param="rows")
     if dtype not in TORCH_DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(TORCH_DTYPES)}", param="dtype")
     torch_dtype = TORCH_DTYPES[dtype]

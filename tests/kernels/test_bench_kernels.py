@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pico_vllm.bench import kernels
 from pico_vllm.bench.kernels import KERNELS, KernelCase, Limits, Run, Sizes, cases, time_kernels
 from pico_vllm.config.model import ModelConfig
+from pico_vllm.kernels import hopper_decode, hopper_head, hopper_split_k
+from pico_vllm.kernels.paged_decode import rope_paged_decode
+from pico_vllm.layers.linear import Parts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -68,11 +72,82 @@ def test_kernel_and_twin_of_a_case_agree(architecture: str, kernel: str) -> None
         outputs = []
         for index in (0, case.num_sets - 1):
             twin = case.twin(index)
-            torch.testing.assert_close(case.ours(index), twin, rtol=2e-4, atol=2e-5)
+            ours = case.whole(case.ours(index))
+            torch.testing.assert_close(ours, twin, rtol=2e-4, atol=2e-5)
             outputs.append(twin)
         assert not torch.equal(*outputs)
         if case.torch_run is not None:
             assert case.torch_run(0).numel() >= outputs[0].numel()
+
+
+def test_cases_are_what_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a Hopper has kernels of its own, they are what is timed, each with what the one before
+    leaves: qkv in parts, normalised rows, no logits."""
+    taken = []
+
+    def split(x_MK: Tensor, weight_NK: Tensor, *, max_splits: int) -> Tensor:
+        taken.append(f"split of {len(x_MK)}")
+        return hopper_split_k.hopper_split_k_reference(x_MK, weight_NK, max_splits)
+
+    def decode(parts_SRND: Tensor, *around: Any, bias_N: Tensor | None, **options: Any) -> Tensor:
+        taken.append(f"decode of {len(parts_SRND)} parts")
+        parts = Parts(parts_SRND.flatten(2), bias_N)
+        qkv_RND = kernels.add_up(parts).view(parts_SRND.shape[1:])
+        return rope_paged_decode(qkv_RND, *around, **options)
+
+    def choose(x_RE: Tensor, head_VE: Tensor, **around: Any) -> None:
+        taken.append(f"choice of {len(x_RE)}")
+        around["out_R"].copy_((x_RE @ head_VE.T).argmax(1))
+
+    def yes(*sizes: Any) -> bool:
+        return True
+
+    for module, name, ours in (
+        (hopper_split_k, "hopper_split_k", split),
+        (hopper_decode, "hopper_rope_decode", decode),
+        (hopper_head, "hopper_head", choose),
+    ):
+        monkeypatch.setattr(module, name, ours)
+        monkeypatch.setattr(module, "can_take", yes)
+    monkeypatch.setattr(hopper_head, "is_faster", lambda R, vocab_size: R > 8)
+    torch.manual_seed(0)
+    model = replace(sizes("Qwen2").model, hidden_size=192, num_heads=12)
+    it = replace(sizes("Qwen2"), model=model, rows=[5, 26])
+    for case in cases(it, ["qkv", "o", "head", "decode_attention"]):
+        taken.clear()
+        twin = case.twin(0)
+        torch.testing.assert_close(case.whole(case.ours(0)), twin, rtol=2e-4, atol=2e-5)
+        is_few = case.rows == 5
+        expected = {
+            "qkv": "split of 26", "o": "split of 26", "head": "choice of 26",
+            "decode_attention": "decode of 3 parts",
+        }[case.kernel]  # fmt: skip
+        assert taken == ([] if is_few else [expected]), case.kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 32, 100])
+@pytest.mark.parametrize("architecture", ["Qwen2", "Qwen3"])
+def test_cases_of_a_device_agree(architecture: str, rows: int) -> None:
+    """In bf16, at sizes that the kernels of a Hopper take."""
+    torch.manual_seed(0)
+    tiny = sizes(architecture)
+    config = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "vocab_size": 20_000}
+    it = replace(
+        tiny,
+        model=replace(tiny.model, **config),
+        rows=[rows],
+        contexts=[21, 300],
+        block_size=16,
+        dtype=torch.bfloat16,
+    )
+    for case in cases(it, [*KERNELS[:5], "decode_attention"]):
+        twin, ours = case.twin(1), case.whole(case.ours(1))
+        if case.kernel == "head":
+            # Two logits may be as high as each other in bf16.
+            assert (ours == twin).float().mean() > 0.9
+            continue
+        torch.testing.assert_close(ours, twin, rtol=3e-2, atol=5e-3)
 
 
 def test_torch_beside_ours_is_the_same_work() -> None:
