@@ -101,10 +101,12 @@ class TritonStep:
 
     @property
     def adds_parts(self) -> bool:
-        batch = self._batch
-        is_decode = batch.num_decodes == batch.num_tokens
-        is_invariant = self._kv.prefill_config is not None  # one kernel attends all
-        return is_decode and not is_invariant and self._is_on_hopper(batch.num_tokens)
+        if self._kv.prefill_config is not None:  # batch-invariant: one kernel attends all
+            return False
+        num_decodes, num_tokens = self._batch.num_decodes, self._batch.num_tokens
+        if num_decodes == num_tokens:
+            return self._is_on_hopper(num_tokens)
+        return num_decodes == 0
 
     def rotate_and_attend(
         self,
@@ -117,26 +119,25 @@ class TritonStep:
     ) -> Tensor:
         """Write this step's KV of one layer, then attend over it and over what was cached."""
         num_parts, num_tokens, _ = parts_SMN.shape
-        head_dim = self._kv.device_pool.shape[-1]
-        if self.adds_parts:
-            qkv_SRND = parts_SMN.view(num_parts, num_tokens, -1, head_dim)
-            return self._decode(layer, qkv_SRND, qk_norm, num_tokens, bias_N=bias_N)
-        qkv_TND = parts_SMN.view(num_tokens, -1, head_dim)
+        qkv = parts_SMN.view(num_parts, num_tokens, -1, self._kv.device_pool.shape[-1])
+        if num_parts == 1 and bias_N is None:
+            qkv = qkv[0]
         n = self._batch.num_decodes
         if self._kv.prefill_config is not None:
-            attended_THD = self._extend(layer, qkv_TND, qk_norm, 0)
+            attended_THD = self._extend(layer, qkv, qk_norm, 0)
             if not only_last:
                 return attended_THD
             assert self._batch.feed is not None
             return attended_THD.index_select(0, self._batch.feed.sample_at)
-        if n == self._batch.num_tokens:
-            return self._decode(layer, qkv_TND, qk_norm, n)
+        if n == num_tokens:
+            return self._decode(layer, qkv, qk_norm, n, bias_N=bias_N)
         if only_last:
-            return self._extend_last(layer, qkv_TND, qk_norm)
+            return self._extend_last(layer, qkv, qk_norm, bias_N)
         if n == 0:
-            return self._extend(layer, qkv_TND, qk_norm, 0)
-        decoded = self._decode(layer, qkv_TND[:n], qk_norm, n)
-        return torch.cat((decoded, self._extend(layer, qkv_TND[n:], qk_norm, n)))
+            return self._extend(layer, qkv, qk_norm, 0, bias_N)
+        # Never in parts.
+        decoded = self._decode(layer, qkv[:n], qk_norm, n)
+        return torch.cat((decoded, self._extend(layer, qkv[n:], qk_norm, n)))
 
     def _decode(
         self,
@@ -179,9 +180,10 @@ class TritonStep:
     def _extend(
         self,
         layer: int,
-        qkv_TND: Tensor,
+        qkv: Tensor,
         qk_norm: tuple[Tensor, Tensor, float] | None,
         n: int,
+        bias_N: Tensor | None = None,
     ) -> Tensor:
         """The requests after the first n, whose tokens these are. Those at the end that have no
         context may have a kernel of their own."""
@@ -190,7 +192,7 @@ class TritonStep:
         fresh, fresh_token = batch.feed.fresh_request, batch.feed.fresh_token
         if not kv.takes_fresh:
             fresh, fresh_token = batch.seq_lens.shape[0], batch.num_tokens
-        rotated = self._rotate_and_store(layer, qkv_TND, qk_norm, n)
+        rotated = self._rotate_and_store(layer, qkv, qk_norm, n, bias_N)
         out_THD = torch.empty_like(rotated[0], memory_format=torch.contiguous_format)
         num_older = fresh_token - n
         if num_older:
@@ -212,12 +214,16 @@ class TritonStep:
         return out_THD
 
     def _extend_last(
-        self, layer: int, qkv_TND: Tensor, qk_norm: tuple[Tensor, Tensor, float] | None
+        self,
+        layer: int,
+        qkv: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+        bias_N: Tensor | None = None,
     ) -> Tensor:
         """All tokens leave their KV, the last one of each request attends: that is decoding."""
         kv, batch = self._kv, self._batch
         assert batch.feed is not None
-        q_rot_THD, _, _ = self._rotate_and_store(layer, qkv_TND, qk_norm, 0)
+        q_rot_THD, _, _ = self._rotate_and_store(layer, qkv, qk_norm, 0, bias_N)
         return paged_decode(
             q_rot_THD.index_select(0, batch.feed.sample_at), *kv.layers[layer],
             batch.block_table, self._table_rows, batch.seq_lens,
@@ -227,21 +233,24 @@ class TritonStep:
     def _rotate_and_store(
         self,
         layer: int,
-        qkv_TND: Tensor,
+        qkv: Tensor,
         qk_norm: tuple[Tensor, Tensor, float] | None,
         n: int,
+        bias_N: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys and values of the tokens after the first n, whose KV goes
         to the pool."""
         kv, batch = self._kv, self._batch
         q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
         rotated_TND = rope_store_kv(
-            qkv_TND, *kv.cos_sin, batch.positions[n:], batch.slot_mapping[n:], *kv.layers[layer],
-            q_norm=q_norm, k_norm=k_norm, eps=eps,
+            qkv, *kv.cos_sin, batch.positions[n:], batch.slot_mapping[n:], *kv.layers[layer],
+            bias_N=bias_N, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
-        num_kv_heads = qkv_TND.shape[1] - rotated_TND.shape[1]
-        q_rot_THD, k_rot_TGD = rotated_TND.tensor_split([-num_kv_heads], 1)
-        return q_rot_THD, k_rot_TGD, qkv_TND[:, -num_kv_heads:]
+        G = kv.device_pool.shape[1]
+        in_parts = qkv.dim() == 4
+        v_TGD = (rotated_TND if in_parts else qkv)[:, -G:]
+        q_rot_THD, k_rot_TGD = rotated_TND[:, : qkv.shape[-2] - G].tensor_split([-G], 1)
+        return q_rot_THD, k_rot_TGD, v_TGD
 
     def _starts(self, first: int, last: int, token: int) -> Tensor:
         """query_start_loc of the requests from first to before last, counted from a token."""

@@ -26,34 +26,42 @@ def check(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     has_norm: bool = False,
+    num_parts: int = 0,
+    has_bias: bool = False,
 ) -> None:
-    """Every third token is padding. Values are equal as bits, as are all unused slots."""
+    """num_parts: 0 for a projection in one piece. Every third token is padding. Values are equal as
+    bits, but for sums, as are all unused slots."""
     H, G = num_heads, num_kv_heads
     num_blocks = 2 + 2 * num_tokens // block_size
     slots = torch.randperm((num_blocks - 1) * block_size)[:num_tokens] + block_size
     slots[1::3] = -1
     positions = torch.randint(NUM_POSITIONS, (num_tokens,))
     # Wider than it is used: not contiguous.
-    fused = torch.randn(num_tokens, H + 2 * G + 1, head_dim).to(dtype)
-    norms = {}
+    fused = torch.randn(max(num_parts, 1), num_tokens, H + 2 * G + 1, head_dim).to(dtype)
+    qkv = fused[:, :, 1:] if num_parts else fused[0, :, 1:]
+    given: dict[str, torch.Tensor | float] = {}
     if has_norm:
         weights = (1 + 0.1 * torch.randn(2, head_dim)).to(dtype)
-        norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
+        given = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
+    if has_bias:
+        given["bias_N"] = torch.randn((H + 2 * G) * head_dim).to(dtype)
     rope = Rope(RopeConfig(theta=10000.0), head_dim, NUM_POSITIONS)
     k_BGSD, _ = empty_layer(num_blocks, G, block_size, head_dim, dtype)
     expected_pool = k_BGSD._base
     assert expected_pool is not None
     pool = expected_pool.to(DEVICE, copy=True)
     expected = rope_store_kv_reference(
-        fused[:, 1:], rope.cos_PD, rope.sin_PD, positions, slots,
-        expected_pool[:, :, LAYER, 0], expected_pool[:, :, LAYER, 1], **norms,
+        qkv, rope.cos_PD, rope.sin_PD, positions, slots,
+        expected_pool[:, :, LAYER, 0], expected_pool[:, :, LAYER, 1], **given,
     )  # fmt: skip
-    out = torch.full((num_tokens, H + G, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    num_out = H + (2 * G if num_parts else G)
+    out = torch.full((num_tokens, num_out, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     on_device = {
-        name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in norms.items()
+        name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in given.items()
     }
+    on_device_qkv = fused.to(DEVICE)[:, :, 1:] if num_parts else fused.to(DEVICE)[0, :, 1:]
     returned = rope_store_kv(
-        fused.to(DEVICE)[:, 1:], rope.cos_PD.to(DEVICE), rope.sin_PD.to(DEVICE),
+        on_device_qkv, rope.cos_PD.to(DEVICE), rope.sin_PD.to(DEVICE),
         positions.to(DEVICE), slots.to(DEVICE), pool[:, :, LAYER, 0], pool[:, :, LAYER, 1],
         out=out, **on_device,
     )  # fmt: skip
@@ -62,7 +70,11 @@ def check(
     torch.testing.assert_close(out.cpu(), expected, **close)
     stored = pool.cpu()
     torch.testing.assert_close(stored, expected_pool, **close)
-    # Values are copied and all else is left: but for rotated keys, the same bits.
+    # Values are copied and all else is left: but for rotated keys, the same bits. Sums of parts may
+    # be rounded the other way.
+    if num_parts > 1 or has_bias:
+        for each in (stored, expected_pool):
+            each[:, :, LAYER, 1].nan_to_num_(nan=1.0).fill_(0)
     for each in (stored, expected_pool):
         each[:, :, LAYER, 0].nan_to_num_(nan=1.0).fill_(0)
     assert torch.equal(stored.view(torch.uint8), expected_pool.view(torch.uint8))
@@ -94,6 +106,37 @@ def test_same_as_the_twin(
         block_size=block_size,
         dtype=dtype,
         has_norm=has_norm,
+    )
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(
+    ("num_parts", "has_bias", "num_heads", "num_kv_heads", "head_dim", "dtype"),
+    [
+        (1, True, 3, 3, 80, torch.float32),
+        pytest.param(4, True, 12, 2, 128, torch.bfloat16, marks=pytest.mark.memcheck),
+        (3, False, 20, 5, 8, torch.float16),
+    ],
+)
+def test_a_projection_in_parts(
+    num_parts: int,
+    has_bias: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    has_norm: bool,
+) -> None:
+    """Parts and bias are added up, values go to the output too, padding or not."""
+    check(
+        20,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        has_norm=has_norm,
+        num_parts=num_parts,
+        has_bias=has_bias,
     )
 
 
@@ -139,6 +182,8 @@ def test_arguments_that_are_refused() -> None:
             r"weights are \[4\]",
         ),
         ((qkv, table, table, ids, ids, k, v), {"out": qkv}, r"out is \[5, 6, 8\]"),
+        ((qkv, table, table, ids, ids, k, v), {"bias_N": weight}, r"bias of \[8\]: 48"),
+        ((qkv[None], table, table, ids, ids, k, v), {"bias_N": weight}, r"bias of \[8\]: 48"),
     ]
     for arguments, keywords, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -147,11 +192,12 @@ def test_arguments_that_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "block_size", "group", "num_kv_heads", "has_norm"),
+    ("dtype", "head_dim", "block_size", "group", "num_kv_heads", "has_norm", "num_parts"),
     pairwise(
-        list(ALLOWED), [64, 80, 96, 128, 256], [8, 16, 32, 64], range(1, 9), [1, 8], [False, True]
+        list(ALLOWED), [64, 80, 96, 128, 256], [8, 16, 32, 64], range(1, 9), [1, 8], [False, True],
+        [0, 1, 2, 3, 4],
     ),
-)
+)  # fmt: skip
 def test_grid(
     dtype: torch.dtype,
     head_dim: int,
@@ -159,8 +205,10 @@ def test_grid(
     group: int,
     num_kv_heads: int,
     has_norm: bool,
+    num_parts: int,
 ) -> None:
-    """Every head dim, block size, GQA ratio and dtype, with QK-norm and without: pairwise, any two
+    """Every head dim, block size, GQA ratio and dtype, with QK-norm and without, in one piece and
+    in parts with a bias: pairwise, any two
     of these values meet in a case."""
     check(
         70,
@@ -170,6 +218,8 @@ def test_grid(
         block_size=block_size,
         dtype=dtype,
         has_norm=has_norm,
+        num_parts=num_parts,
+        has_bias=num_parts > 0,
     )
 
 

@@ -241,10 +241,10 @@ def test_bf16_parts_only_where_two_tokens_nearly_tie(
 ) -> None:
     """In bf16 a request in a larger bucket, with a chunked prompt or with its context in one split
     first differs where the two best fp32 logits are nearer than twice the error of bf16 over that
-    text, ours or that of transformers; in fp32 ids are the same. The mean log-probability of 8,000
-    tokens agrees within 1e-3."""
+    text, ours or that of transformers; in fp32 ids are the same. The mean log-probability of
+    64,000 tokens agrees within 1e-3; of 8,000 it is uncertain by 0.6e-3."""
     prompts = random_prompts([9, 33, 70, 130, 200, 260], seed=11)
-    texts = random_prompts([500] * 16, seed=12)
+    texts = random_prompts([500] * 128, seed=12)
     answers: dict[str, dict[str, list[list[int]]]] = {"bfloat16": {}, "float32": {}}
     means: list[float] = []
     for dtype, found in answers.items():
@@ -262,7 +262,7 @@ def test_bf16_parts_only_where_two_tokens_nearly_tie(
                     for each in out.prompt_logprobs or ()
                     if each
                 ]
-                assert len(logprobs) == 16 * 499
+                assert len(logprobs) == 128 * 499
                 means.append(float(np.mean(logprobs)))
             monkeypatch.undo()
     assert all(found == answers["float32"]["alone"] for found in answers["float32"].values())
