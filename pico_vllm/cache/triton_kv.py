@@ -135,9 +135,14 @@ class TritonStep:
             return self._extend_last(layer, qkv, qk_norm, bias_N)
         if n == 0:
             return self._extend(layer, qkv, qk_norm, 0, bias_N)
-        # Never in parts.
-        decoded = self._decode(layer, qkv[:n], qk_norm, n)
-        return torch.cat((decoded, self._extend(layer, qkv[n:], qk_norm, n)))
+        # Never in parts. What prompts attend, most of it all, is not written twice.
+        num_kv_heads = self._kv.device_pool.shape[1]
+        out_THD = torch.empty_like(
+            qkv[:, 2 * num_kv_heads :], memory_format=torch.contiguous_format
+        )
+        out_THD[:n] = self._decode(layer, qkv[:n], qk_norm, n)
+        self._extend(layer, qkv[n:], qk_norm, n, out=out_THD[n:])
+        return out_THD
 
     def _decode(
         self,
@@ -184,6 +189,7 @@ class TritonStep:
         qk_norm: tuple[Tensor, Tensor, float] | None,
         n: int,
         bias_N: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The requests after the first n, whose tokens these are. Those at the end that have no
         context may have a kernel of their own."""
@@ -193,14 +199,15 @@ class TritonStep:
         if not kv.takes_fresh:
             fresh, fresh_token = batch.seq_lens.shape[0], batch.num_tokens
         rotated = self._rotate_and_store(layer, qkv, qk_norm, n, bias_N)
-        out_THD = torch.empty_like(rotated[0], memory_format=torch.contiguous_format)
+        if out is None:
+            out = torch.empty_like(rotated[0], memory_format=torch.contiguous_format)
         num_older = fresh_token - n
         if num_older:
             q_rot_THD, *new_kv_TGD = (x[:num_older] for x in rotated)
             paged_prefill(
                 q_rot_THD, *kv.layers[layer], batch.block_table, self._table_rows[n:fresh],
                 self._starts(n, fresh, n), batch.seq_lens[n:fresh],
-                scale=kv.scale, new_kv_TGD=tuple(new_kv_TGD), out=out_THD[:num_older],
+                scale=kv.scale, new_kv_TGD=tuple(new_kv_TGD), out=out[:num_older],
                 # What _starts computes behind decoding requests may not be there early enough.
                 scratch=kv.prefill_scratch if n == 0 else None,
                 config=kv.prefill_config,
@@ -208,10 +215,8 @@ class TritonStep:
         if fresh_token < batch.num_tokens:
             q_rot_THD, k_rot_TGD, v_TGD = (x[num_older:] for x in rotated)
             starts = self._starts(fresh, batch.seq_lens.shape[0], fresh_token)
-            hopper_prefill(
-                q_rot_THD, k_rot_TGD, v_TGD, starts, scale=kv.scale, out=out_THD[num_older:]
-            )
-        return out_THD
+            hopper_prefill(q_rot_THD, k_rot_TGD, v_TGD, starts, scale=kv.scale, out=out[num_older:])
+        return out
 
     def _extend_last(
         self,
