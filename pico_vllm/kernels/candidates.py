@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pico_vllm.kernels.launch import cdiv
+
 BLOCK_V = 4096
 """Logits that a program takes at a time; also lanes."""
 LIST_DEPTH = tl.constexpr(8)
@@ -35,7 +37,7 @@ MINUS_INFINITY_KEY = tl.constexpr(-2139095041)
 
 
 def num_columns(vocab_size: int) -> int:
-    return triton.cdiv(vocab_size, BLOCK_V) * BLOCK_V
+    return cdiv(vocab_size, BLOCK_V) * BLOCK_V
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pico_vllm.kernels.launch import cdiv
+
 BLOCK_N = 4096
 """Elements of a program: the blocks of small models still make many."""
 
@@ -59,6 +61,6 @@ def copy_blocks(pool_BGLKSD: Tensor, copies_2C: Tensor) -> None:
         raise ValueError(f"copies have strides {copies_2C.stride()}; they must be contiguous")
     num_copies, N = copies_2C.shape[1], pool_BGLKSD.stride(0)
     if num_copies:
-        _copy_blocks_kernel[(num_copies, triton.cdiv(N, BLOCK_N))](
+        _copy_blocks_kernel[(num_copies, cdiv(N, BLOCK_N))](
             pool_BGLKSD, copies_2C, num_copies, N, BLOCK_N=BLOCK_N, num_warps=4
         )

@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_inputs,
+)
 
 
 def embed_tokens_reference(
@@ -89,8 +95,8 @@ def embed_tokens(
         raise ValueError(f"the embedding has strides {weight_VE.stride()}; it must be contiguous")
     num_tokens, hidden = token_ids_T.shape[0], weight_VE.shape[1]
     x_TE = torch.empty((num_tokens, hidden), dtype=weight_VE.dtype, device=weight_VE.device)
-    block_e = min(2048, triton.next_power_of_2(hidden))
-    _embed_tokens_kernel[(num_tokens, triton.cdiv(hidden, block_e))](
+    block_e = min(2048, next_power_of_2(hidden))
+    _embed_tokens_kernel[(num_tokens, cdiv(hidden, block_e))](
         token_ids_T, token_rows_T, positions_T, last_tokens_W, block_table_WM, weight_VE, x_TE,
         slot_mapping_T, block_table_WM.stride(0), E=hidden, BLOCK_E=block_e, S=block_size,
         **launch_options(weight_VE.device),

@@ -59,10 +59,17 @@ def has_hopper_gluon(device: torch.device) -> bool:
     return HAS_GLUON and is_hopper
 
 
+@functools.cache
+def tile_layout(*tile: int) -> Any:
+    """In shared memory, as the copy engine leaves 16-bit numbers. To look for it takes longer than
+    the rest of a descriptor."""
+    return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16)  # of fp16 the same
+
+
 def tiles_of(tensor: torch.Tensor, tile: list[int]) -> TensorDescriptor:
     """For the copy engine, of 16-bit numbers; zeros past the tensor's end."""
-    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)  # of fp16 the same
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), tile, layout)
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    return TensorDescriptor(tensor, shape, strides, tile, tile_layout(*tile))
 
 
 def check_rows(**tensors: torch.Tensor) -> None:
@@ -79,6 +86,6 @@ def check_rows(**tensors: torch.Tensor) -> None:
 __all__ = [
     "DTYPES", "HAS_GLUON", "TensorDescriptor", "bring", "check_rows", "fence_async_shared",
     "gdc_launch_dependents", "gdc_wait", "gl", "gluon_jit", "has_hopper_gluon", "mbarrier",
-    "mma_v2", "sync_threads", "tiles_of", "warpgroup_mma", "warpgroup_mma_init",
+    "mma_v2", "sync_threads", "tile_layout", "tiles_of", "warpgroup_mma", "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import cdiv, launch_options, let_next_start, wait_for_inputs
 from pico_vllm.kernels.small_linear import LinearScratch, small_linear
 
 GREEDY_BELOW = tl.constexpr(1e-5)
@@ -322,7 +322,7 @@ def sample_logits(
         raise ValueError(f"logits have strides {logits_RV.stride()}; ids must be contiguous")
     vectors = {"rows": rows_R, "positions": positions_R, "out": out_R}
     check_requests(R, V, vocab_size, vectors)
-    num_programs = max(1, min(MOST_PROGRAMS // R, triton.cdiv(vocab_size, BLOCK_V)))
+    num_programs = max(1, min(MOST_PROGRAMS // R, cdiv(vocab_size, BLOCK_V)))
     _sample_logits_kernel[(R, num_programs)](
         logits_RV, rows_R, positions_R, temperatures_W, seeds_W, sample_indices_W, last_tokens_W,
         scratch.keys, scratch.counters, out_R, vocab_size, logits_RV.stride(0),

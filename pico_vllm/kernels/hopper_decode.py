@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from pico_vllm.kernels.gluon import (
@@ -36,8 +35,9 @@ from pico_vllm.kernels.gluon import (
     mbarrier,
     mma_v2,
     sync_threads,
+    tile_layout,
 )
-from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, cdiv, launch_options, next_power_of_2
 from pico_vllm.kernels.paged_decode import (
     LOG2_E,
     MAX_PREFIX_SPLITS,
@@ -45,6 +45,7 @@ from pico_vllm.kernels.paged_decode import (
     PREFIX_STEP,
     AttendedPrefix,
     DecodeScratch,
+    out_for,
     paged_decode_reference,
 )
 
@@ -412,8 +413,8 @@ def decode_config(
     up to MAX_STAGES. Where contexts are long (paged_decode.are_long), splits for LONG_PROGRAMS."""
     num_blocks = max(1, 32 // block_size)
     if is_long:
-        wanted = triton.cdiv(LONG_PROGRAMS, num_requests * num_kv_heads)
-        splits = min(MAX_SPLITS_IN_PLACE, triton.next_power_of_2(wanted))
+        wanted = cdiv(LONG_PROGRAMS, num_requests * num_kv_heads)
+        splits = min(MAX_SPLITS_IN_PLACE, next_power_of_2(wanted))
         return HopperDecodeConfig(splits, num_blocks, MAX_STAGES, min_rounds=4)
     wanted = 3 * NUM_MULTIPROCESSORS // (num_requests * num_kv_heads)
     splits = max(1, min(MAX_SPLITS_IN_PLACE, 1 << (wanted.bit_length() - 1) if wanted else 1))
@@ -474,6 +475,7 @@ def hopper_rope_decode(
     is_long: bool = False,
     config: HopperDecodeConfig | None = None,
     prefix: AttendedPrefix | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and attention over all.
 
@@ -492,11 +494,12 @@ def hopper_rope_decode(
         is_long          whether contexts are long (paged_decode.are_long); right for any lengths
         config           decode_config's choice where None; its splits must fit the scratch
         prefix           what shared_prefix.attend_prefix left for a config of as many splits
-        returns          [R, H, D], dtype of qkv; softmax and sums in fp32
+        returns          [R, H, D], dtype of qkv; softmax and sums in fp32. Written to `out` if
+                         given, contiguous
 
     Raises:
         ValueError: heads, head dim, block size, dtype or scale the kernel cannot take, or shapes,
-            strides, addresses or a scratch that do not fit.
+            strides, addresses, a scratch or an `out` that do not fit.
 
     Not checked, as it would stall the stream: block ids in range. Nor that the device is a Hopper
     with Gluon: can_take. Lengths, table and the KV of earlier tokens are read before the kernel
@@ -538,9 +541,7 @@ def hopper_rope_decode(
             f"need {needed}"
         )
     kv_desc = _blocks_of(k_BGSD, v_BGSD, qkv_RND.dtype, head_dim)
-    out_RHD = torch.empty(
-        (num_requests, num_heads, head_dim), dtype=qkv_RND.dtype, device=qkv_RND.device
-    )
+    out_RHD = out_for(qkv_RND, (num_requests, num_heads, head_dim), out)
     options: dict[str, Any] = launch_options(qkv_RND.device)
     _hopper_decode_kernel[(num_requests * num_kv_heads * config.num_splits,)](
         kv_desc, qkv_RND, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R,
@@ -603,5 +604,4 @@ def _blocks_of(
     if num_rows >= 2**31:
         raise ValueError(f"the pool has {num_rows} rows; the copy engine counts to 2^31")
     tile = [2 * block_size, d]
-    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)  # of fp16 the same
-    return TensorDescriptor(k_BGSD, [num_rows, d], [d, 1], tile, layout)
+    return TensorDescriptor(k_BGSD, [num_rows, d], [d, 1], tile, tile_layout(*tile))

@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from pico_vllm.kernels.gluon import (
@@ -49,7 +48,7 @@ from pico_vllm.kernels.hopper_gate_up_few import (
     halves_of,
     silu_mul,
 )
-from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, cdiv, launch_options
 
 TOKENS = 256
 """Of a tile."""
@@ -330,8 +329,8 @@ def tile_options(T: int, F: int) -> dict[str, int]:
     """Warpgroups and stages: as many as keep multiprocessors busy for the shortest time."""
 
     def cost(groups: int) -> int:
-        num_tiles = triton.cdiv(T, TOKENS) * triton.cdiv(F, groups * GROUP_ROWS // 2)
-        return triton.cdiv(num_tiles, NUM_MULTIPROCESSORS) * groups
+        num_tiles = cdiv(T, TOKENS) * cdiv(F, groups * GROUP_ROWS // 2)
+        return cdiv(num_tiles, NUM_MULTIPROCESSORS) * groups
 
     groups = min((3, 2), key=cost)
     stage_bytes = (TOKENS + groups * GROUP_ROWS) * BLOCK_K * 2 + 16
@@ -380,15 +379,15 @@ def hopper_gate_up(x_TE: Tensor, weight_NE: Tensor, *, out: Tensor | None = None
         return out
     options: dict[str, Any] = launch_options(x_TE.device)
     tile = tile_options(T, F)
-    num_token_tiles = triton.cdiv(T, TOKENS)
-    num_output_tiles = triton.cdiv(F, tile["GROUPS"] * GROUP_ROWS // 2)
+    num_token_tiles = cdiv(T, TOKENS)
+    num_output_tiles = cdiv(F, tile["GROUPS"] * GROUP_ROWS // 2)
     num_programs = min(num_token_tiles * num_output_tiles, NUM_MULTIPROCESSORS)
     _hopper_gate_up_kernel[(num_programs,)](
         tiles_of(x_TE, [TOKENS, BLOCK_K]),
         halves_of(weight_NE, GROUP_ROWS),
         tiles_of(out, [TOKENS // 2, GROUP_ROWS // 2]),
         num_token_tiles, num_output_tiles, num_programs,
-        ROUNDS=triton.cdiv(E, BLOCK_K), TOKENS=TOKENS, TILES_ABREAST=TILES_ABREAST, num_warps=4,
+        ROUNDS=cdiv(E, BLOCK_K), TOKENS=TOKENS, TILES_ABREAST=TILES_ABREAST, num_warps=4,
         **tile, **options,
     )  # fmt: skip
     return out

@@ -20,7 +20,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -40,7 +39,7 @@ from pico_vllm.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, cdiv, launch_options
 
 MAX_TOKENS = 256
 TILE_TOKENS, MAIN_ROWS, REST_ROWS = (64, 128), (128, 256), (0, 16)
@@ -221,7 +220,7 @@ class FewConfig:
         return self.tokens + self.main_rows + self.rest_rows
 
     def num_tiles(self, T: int, F: int) -> int:
-        return triton.cdiv(T, self.tokens) * triton.cdiv(F, self.outputs)
+        return cdiv(T, self.tokens) * cdiv(F, self.outputs)
 
 
 CONFIGS = sorted(
@@ -245,11 +244,11 @@ def few_config(T: int, F: int) -> FewConfig | None:
 def few_gate_up(x_TE: Tensor, weight_NE: Tensor, out_TF: Tensor, config: FewConfig) -> None:
     """As hopper_gate_up says, which has checked the arguments, for any T."""
     (T, E), F = x_TE.shape, out_TF.shape[1]
-    rounds = triton.cdiv(E, BLOCK_K)
+    rounds = cdiv(E, BLOCK_K)
     stages = min((MAX_SHARED_BYTES - OTHER_BYTES) // (config.num_rows * BLOCK_K * 2), rounds)
     stages = max(stages, config.main_rows // 2 // BLOCK_K)  # which results leave through
     options: dict[str, Any] = launch_options(x_TE.device)
-    grid = (triton.cdiv(F, config.outputs), triton.cdiv(T, config.tokens))
+    grid = (cdiv(F, config.outputs), cdiv(T, config.tokens))
     _hopper_gate_up_few_kernel[grid](
         tiles_of(x_TE, [config.tokens, BLOCK_K]),
         halves_of(weight_NE, config.main_rows),

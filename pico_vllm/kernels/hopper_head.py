@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -43,7 +42,7 @@ from pico_vllm.kernels.head_sample import (
     HeadScratch,
     check_requests,
 )
-from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, cdiv, launch_options
 
 TILE_REQUESTS = (64, 128, 256)
 MAX_REQUESTS = TILE_REQUESTS[-1]
@@ -233,8 +232,8 @@ def is_faster(R: int, vocab_size: int) -> bool:
     / 202. Of 128,256 with rows of 4,096, tiles for 5.1 turns, 420 us at 256 requests beside 401."""
     if not MIN_REQUESTS <= R <= MAX_REQUESTS:
         return False
-    num_tiles = triton.cdiv(vocab_size, TILE_TOKENS)
-    num_turns = triton.cdiv(num_tiles, NUM_MULTIPROCESSORS)
+    num_tiles = cdiv(vocab_size, TILE_TOKENS)
+    num_turns = cdiv(num_tiles, NUM_MULTIPROCESSORS)
     is_even = num_tiles >= MIN_BUSY * num_turns * NUM_MULTIPROCESSORS
     return R <= MOST_BOUND_BY_READING or is_even
 
@@ -294,7 +293,7 @@ def hopper_head(
     check_requests(R, V, vocab_size, {"rows": rows_R, "out": out_R})
     options: dict[str, Any] = launch_options(x_RE.device)
     requests = next(size for size in TILE_REQUESTS if size >= R)
-    num_tiles = triton.cdiv(vocab_size, TILE_TOKENS)
+    num_tiles = cdiv(vocab_size, TILE_TOKENS)
     warps = num_warps(requests)
     _hopper_head_kernel[(min(num_tiles, NUM_MULTIPROCESSORS),)](
         tiles_of(x_RE, [requests, BLOCK_K]),
@@ -302,6 +301,6 @@ def hopper_head(
         tiles_of(head_VE[:vocab_size], [REST_TOKENS, BLOCK_K]),
         rows_R, last_tokens_W, scratch.keys, scratch.counters, out_R,
         R, vocab_size, num_tiles,
-        ROUNDS=triton.cdiv(E, BLOCK_K), STAGES=num_stages(requests), WARPS=warps, num_warps=warps,
+        ROUNDS=cdiv(E, BLOCK_K), STAGES=num_stages(requests), WARPS=warps, num_warps=warps,
         **options,
     )  # fmt: skip

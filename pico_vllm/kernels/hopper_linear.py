@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from pico_vllm.kernels.gluon import (
@@ -38,7 +37,7 @@ from pico_vllm.kernels.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, cdiv, launch_options
 from pico_vllm.kernels.small_linear import LinearScratch, checked_out, small_linear_reference
 
 hopper_linear_reference = small_linear_reference
@@ -257,25 +256,25 @@ def tile_options(M: int, N: int, K: int, has_norm: bool, has_silu_mul: bool) -> 
     Qwen2.5-1.5B: qkv 3 parts (2 or 4 cost 0.4 us a layer more), o 2 (3: up to 0.8 more), down 5.
     """
     rows = 8 if M <= 8 else 16
-    num_tiles = triton.cdiv(N // 2 if has_silu_mul else N, BLOCK_N)
+    num_tiles = cdiv(N // 2 if has_silu_mul else N, BLOCK_N)
 
     def fitted(block_k: int) -> dict[str, int]:
-        all_rounds = triton.cdiv(K, block_k)
+        all_rounds = cdiv(K, block_k)
         least_k = 512 if has_norm else 768
-        num_splits = max(1, min(triton.cdiv(K, least_k), NUM_MULTIPROCESSORS // num_tiles))
-        num_rounds = triton.cdiv(all_rounds, num_splits)
+        num_splits = max(1, min(cdiv(K, least_k), NUM_MULTIPROCESSORS // num_tiles))
+        num_rounds = cdiv(all_rounds, num_splits)
         round_bytes = ((1 + has_silu_mul) * BLOCK_N + rows) * block_k * 2 + 8
         norm_bytes = num_rounds * block_k * 2 if has_norm else 0
         most_stages = (MAX_SHARED_BYTES - 256 - norm_bytes) // round_bytes
         return {
             "ROWS": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": block_k,
-            "NUM_SPLITS": triton.cdiv(all_rounds, num_rounds),  # none is empty
+            "NUM_SPLITS": cdiv(all_rounds, num_rounds),  # none is empty
             "NUM_STAGES": min(most_stages, num_rounds),
         }  # fmt: skip
 
     options = fitted(128)
     # A stage is filled again one round late: of two, only one would be on its way.
-    return options if options["NUM_STAGES"] >= min(3, triton.cdiv(K, 128)) else fitted(64)
+    return options if options["NUM_STAGES"] >= min(3, cdiv(K, 128)) else fitted(64)
 
 
 def hopper_linear(
@@ -326,7 +325,7 @@ def hopper_linear(
         raise ValueError(f"{K} features of {N} weight rows are split: that needs a scratch")
     shared = (out, out) if scratch is None else (scratch.partials, scratch.counters)
     options: dict[str, Any] = launch_options(x_MK.device)
-    _hopper_linear_kernel[(triton.cdiv(out.shape[1], BLOCK_N), tile["NUM_SPLITS"])](
+    _hopper_linear_kernel[(cdiv(out.shape[1], BLOCK_N), tile["NUM_SPLITS"])](
         _tiles_of("weight", weight_NK, BLOCK_N, tile["BLOCK_K"]),
         _tiles_of("x", x_MK, tile["ROWS"], tile["BLOCK_K"]),
         x_MK if norm_K is None else norm_K,

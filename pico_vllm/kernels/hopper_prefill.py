@@ -16,7 +16,6 @@ launched without programmatic dependent launch: what comes after it may still us
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -29,9 +28,11 @@ from pico_vllm.kernels.gluon import (
     gluon_jit,
     has_hopper_gluon,
     mbarrier,
+    tile_layout,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from pico_vllm.kernels.launch import cdiv
 from pico_vllm.kernels.paged_prefill import LOG2_E, paged_prefill_pool_reference
 
 TILE_TOKENS = 64
@@ -411,7 +412,7 @@ def hopper_prefill(
     q_desc = _tiles_of("q", q_THD, TILE_TOKENS)
     k_desc, v_desc = _tiles_of("k", k_TGD, BLOCK_N), _tiles_of("v", v_TGD, BLOCK_N)
     num_requests = len(query_start_loc) - 1
-    num_tiles = triton.cdiv(num_tokens, TILE_TOKENS) + num_requests
+    num_tiles = cdiv(num_tokens, TILE_TOKENS) + num_requests
     num_pairs = num_heads // HEADS_PER_PROGRAM
     _hopper_prefill_kernel[(num_pairs, num_tiles)](
         q_desc, k_desc, v_desc, query_start_loc, out,
@@ -433,5 +434,5 @@ def _tiles_of(name: str, x_THD: Tensor, num_rows: int) -> TensorDescriptor:
             "contiguous, tokens and the first element at multiples of 16 bytes"
         )
     tile = [num_rows, head_dim]
-    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)  # of fp16 the same
-    return TensorDescriptor(x_THD, [num_tokens, num_heads * head_dim], [stride, 1], tile, layout)
+    shape = [num_tokens, num_heads * head_dim]
+    return TensorDescriptor(x_THD, shape, [stride, 1], tile, tile_layout(*tile))

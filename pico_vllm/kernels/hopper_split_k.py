@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from pico_vllm.kernels.gluon import (
@@ -37,7 +36,7 @@ from pico_vllm.kernels.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, launch_options
+from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, cdiv, launch_options
 
 BLOCK_K = 64
 """What the copy engine lays out without bank conflicts: 128 bytes."""
@@ -149,10 +148,10 @@ class SplitKConfig:
 def split_k_config(M: int, N: int, K: int, max_splits: int) -> SplitKConfig:
     """At most one program a multiprocessor, and no split is empty."""
     block_n = 64 if M <= 64 and K <= MAX_K else 128
-    num_tiles = triton.cdiv(M, 64) * triton.cdiv(N, block_n)
-    num_rounds = triton.cdiv(K, BLOCK_K)
+    num_tiles = cdiv(M, 64) * cdiv(N, block_n)
+    num_rounds = cdiv(K, BLOCK_K)
     most = max(1, min(max_splits, NUM_MULTIPROCESSORS // num_tiles, num_rounds))
-    return SplitKConfig(64, block_n, triton.cdiv(num_rounds, triton.cdiv(num_rounds, most)))
+    return SplitKConfig(64, block_n, cdiv(num_rounds, cdiv(num_rounds, most)))
 
 
 def is_faster(M: int, N: int, K: int) -> bool:
@@ -208,15 +207,15 @@ def hopper_split_k(
         )
     check_rows(x=x_MK, the_weight=weight_NK)
     config = config or split_k_config(M, N, K, max_splits)
-    all_rounds = triton.cdiv(K, BLOCK_K)
-    split_rounds = triton.cdiv(all_rounds, config.num_splits)
-    num_splits = triton.cdiv(all_rounds, split_rounds)  # none is empty
+    all_rounds = cdiv(K, BLOCK_K)
+    split_rounds = cdiv(all_rounds, config.num_splits)
+    num_splits = cdiv(all_rounds, split_rounds)  # none is empty
     round_bytes = (config.block_m + config.block_n) * BLOCK_K * 2 + 8
     stages = min(split_rounds, (MAX_SHARED_BYTES - 256) // round_bytes)
     stages = max(stages, config.block_n // BLOCK_K)  # which the sums leave through
     out_SMN = torch.empty((num_splits, M, N), dtype=x_MK.dtype, device=x_MK.device)
     options: dict[str, Any] = launch_options(x_MK.device)
-    grid = (triton.cdiv(N, config.block_n), triton.cdiv(M, config.block_m), num_splits)
+    grid = (cdiv(N, config.block_n), cdiv(M, config.block_m), num_splits)
     _hopper_split_k_kernel[grid](
         tiles_of(x_MK, [config.block_m, BLOCK_K]),
         tiles_of(weight_NK, [config.block_n, BLOCK_K]),

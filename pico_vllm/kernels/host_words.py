@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import cdiv, launch_options, let_next_start, wait_for_inputs
 
 PIECE = 4
 """Words that are read at once: 16 bytes."""
@@ -125,7 +125,7 @@ def publish_ids(ids_R: Tensor, turn: Tensor, host_UR: Tensor) -> None:
         raise ValueError(f"{num_ids} ids do not fit into a row of {list(host_UR.shape)}")
     if turn.dtype != torch.int32 or turn.numel() != 1:
         raise ValueError(f"the turn is {list(turn.shape)} {turn.dtype}; it must be [1] torch.int32")
-    _publish_ids_kernel[(triton.cdiv(num_ids, BLOCK_R),)](
+    _publish_ids_kernel[(cdiv(num_ids, BLOCK_R),)](
         ids_R, turn, host_UR, host_UR.stride(0), num_ids, BLOCK_R=BLOCK_R, num_warps=4,
         **launch_options(ids_R.device),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import cdiv, launch_options, let_next_start, wait_for_inputs
 
 FEW_ROWS = 64
 
@@ -109,7 +109,7 @@ def invariant_linear(
             num_stages = 1  # with more, Triton 3.6's code ends in a misaligned address there
     else:
         block_m, block_n, block_k, num_warps, num_stages = 128, 128, 64, 8, 4
-    grid = (triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)
+    grid = (cdiv(M, block_m) * cdiv(N, block_n),)
     _invariant_linear_kernel[grid](
         x_MK, weight_NK, x_MK if bias_N is None else bias_N,
         x_MK if residual_MN is None else residual_MN, out_MN,

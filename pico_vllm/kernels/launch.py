@@ -26,6 +26,16 @@ NUM_MULTIPROCESSORS = 132
 """Of an H100 or H200, for which tiles are chosen."""
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own also runs in kernels and takes 100 times as long."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least that is not below n, which is at least 1; beside Triton's own as cdiv."""
+    return 1 << (n - 1).bit_length()
+
+
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -27,8 +27,10 @@ from torch import Tensor
 
 from pico_vllm.kernels.launch import (
     NUM_MULTIPROCESSORS,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     wait_for_inputs,
 )
 
@@ -364,7 +366,7 @@ class DecodeScratch:
         group = num_heads // num_kv_heads
         num_sums = most * group
         # Of a shared prefix: one split, or more while there are few tiles.
-        of_tiles = 2 * NUM_MULTIPROCESSORS * max(MAX_PREFIX_ROWS, triton.next_power_of_2(group))
+        of_tiles = 2 * NUM_MULTIPROCESSORS * max(MAX_PREFIX_ROWS, next_power_of_2(group))
         of_requests = max_requests * num_heads
         num_sums += max(of_requests, min(of_requests * MAX_PREFIX_SPLITS, of_tiles))
         return cls(
@@ -517,6 +519,7 @@ def rope_paged_decode(
     is_long: bool = True,
     config: DecodeConfig | None = None,
     prefix: AttendedPrefix | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and paged_decode in one.
 
@@ -526,9 +529,10 @@ def rope_paged_decode(
         prefix         what shared_prefix.attend_prefix left for a config of as many splits, at most
                        MAX_SPLITS_IN_PLACE
         the rest       as paged_decode; the pool is written at position seq_len - 1 of each request
+        out            contiguous, written to and returned if given
 
     Raises:
-        ValueError: as paged_decode.
+        ValueError: as paged_decode, or an `out` that does not fit.
 
     Same answer as rope_store_kv and paged_decode, but for the new token's score, which is summed in
     another order. A row with seq_len 0 stores nothing and gives zeros.
@@ -553,11 +557,12 @@ def rope_paged_decode(
         config or _config_of(qkv_RND, k_BGSD, is_long=is_long),
         rope,
         prefix,
+        out,
     )
 
 
 def _config_of(q: Tensor, k_BGSD: Tensor, *, is_long: bool) -> DecodeConfig:
-    row_bytes = triton.next_power_of_2(q.shape[2]) * q.dtype.itemsize
+    row_bytes = next_power_of_2(q.shape[2]) * q.dtype.itemsize
     return decode_config(q.shape[0], k_BGSD.shape[1], row_bytes, is_long=is_long)
 
 
@@ -574,6 +579,7 @@ def _launch(
     config: DecodeConfig,
     rope: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float] | None = None,
     prefix: AttendedPrefix | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     num_requests, head_dim = q.shape[0], q.shape[2]
     num_kv_heads, block_size = k_BGSD.shape[1:3]
@@ -589,11 +595,11 @@ def _launch(
             f"the scratch holds {scratch.partials.numel()} partial sums; {num_requests} requests "
             f"need {needed}"
         )
-    out_RHD = torch.empty((num_requests, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    out_RHD = out_for(q, (num_requests, num_heads, head_dim), out)
     cos, sin, q_norm, k_norm, eps = rope or (q, q, None, None, 0.0)
     options: dict[str, Any] = launch_options(q.device)
     group = num_heads // num_kv_heads
-    head_dim_pad = triton.next_power_of_2(head_dim)
+    head_dim_pad = next_power_of_2(head_dim)
     heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
     cut = {"BLOCK_N": config.block_n, "IS_FUSED": rope is not None}
     limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
@@ -606,8 +612,8 @@ def _launch(
         q.stride(0), k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
         # Numbers, not part of the code: batches of many sizes share a kernel.
         splits, prefix_splits,
-        D_PAD=head_dim_pad, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        GROUP_POW2=triton.next_power_of_2(group), S=block_size,
+        D_PAD=head_dim_pad, GROUP_PAD=max(16, next_power_of_2(group)),
+        GROUP_POW2=next_power_of_2(group), S=block_size,
         IS_IN_PLACE=is_in_place, UNROLL=8,
         MOST_IN_PLACE=MAX_SPLITS_IN_PLACE + (prefix is not None) * MAX_PREFIX_SPLITS,
         NUM_STAGES=config.num_stages,
@@ -616,11 +622,23 @@ def _launch(
         num_warps=config.num_warps, **heads, **cut, **options, **limit,
     )  # fmt: skip
     if not is_in_place:
-        _combine_kernel[(num_requests * num_kv_heads, group, triton.cdiv(head_dim, COMBINE_D))](
+        _combine_kernel[(num_requests * num_kv_heads, group, cdiv(head_dim, COMBINE_D))](
             scratch.partials, scratch.stats, seq_lens_R, out_RHD, splits,
             MOST=MAX_SPLITS, BLOCK_D=COMBINE_D, **heads, **cut, num_warps=4, **options,
         )  # fmt: skip
     return out_RHD
+
+
+def out_for(q: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+    """`out` where it is given and fits, else new memory."""
+    if out is None:
+        return torch.empty(shape, dtype=q.dtype, device=q.device)
+    if out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} with strides {out.stride()}; it must be "
+            f"{shape} {q.dtype}, contiguous"
+        )
+    return out
 
 
 def check(q: Tensor, num_heads: int, k_BGSD: Tensor, v_BGSD: Tensor) -> None:

@@ -33,8 +33,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pico_vllm.kernels.launch import (
     NUM_MULTIPROCESSORS,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     wait_for_inputs,
 )
 from pico_vllm.kernels.store_kv import check_pool
@@ -426,7 +428,7 @@ def split_further(
     if num_tokens > MAX_SPLIT_TOKENS or config.block_m > SPLIT_ROWS or config.uses_new:
         return config
     tile_tokens = config.block_m // (num_heads // num_kv_heads)
-    num_tiles = triton.cdiv(num_tokens, tile_tokens)
+    num_tiles = cdiv(num_tokens, tile_tokens)
     num_splits = min(MAX_PROMPT_SPLITS, MOST_SPLIT_PROGRAMS // (num_tiles * num_kv_heads))
     if num_splits < 2:
         return config
@@ -539,8 +541,8 @@ def paged_prefill(
     sums: tuple[Tensor | None, ...] = (None, None, None)
     if has_splits:
         sums = _checked_scratch(scratch, q_THD, config)
-    num_tiles = triton.cdiv(num_tokens, config.block_m // group) + num_requests
-    head_dim_pad = max(16, triton.next_power_of_2(head_dim))
+    num_tiles = cdiv(num_tokens, config.block_m // group) + num_requests
+    head_dim_pad = max(16, next_power_of_2(head_dim))
     options: dict[str, Any] = launch_options(q_THD.device)
     limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     _paged_prefill_kernel[(num_tiles * num_kv_heads, config.num_splits)](
@@ -590,7 +592,7 @@ def _rounds_of(x_TGD: Tensor, q_THD: Tensor, num_kv_heads: int, block_n: int) ->
             f"new keys or values are {list(x_TGD.shape)} {x_TGD.dtype}, not "
             f"{[num_tokens, num_kv_heads, head_dim]} {dtype}"
         )
-    if x_TGD.stride()[1:] != (head_dim, 1) or head_dim != triton.next_power_of_2(head_dim):
+    if x_TGD.stride()[1:] != (head_dim, 1) or head_dim != next_power_of_2(head_dim):
         raise ValueError(
             f"new keys or values have strides {x_TGD.stride()}: heads must be contiguous, and the "
             f"head dim {head_dim} a power of two"

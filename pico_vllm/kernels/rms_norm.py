@@ -12,7 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_inputs,
+)
 
 MAX_SIZE = 32768
 """A program holds whole rows in registers."""
@@ -142,9 +148,9 @@ def _launch(
     num_parts = x.shape[0] if is_in_parts else 1
     num_heads = x.shape[1] if x.dim() == 3 and not is_in_parts else 1
     num_rows = out.shape[0] * num_heads
-    padded_size = triton.next_power_of_2(size)
+    padded_size = next_power_of_2(size)
     tile_rows = max(1, TILE_ELEMENTS // padded_size)
-    _rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
+    _rms_norm_kernel[(cdiv(num_rows, tile_rows),)](
         x, x if residual is None else residual, weight_E, x if sum_TE is None else sum_TE, out,
         num_rows, eps,
         x.stride(0) if is_in_parts else 0, x.stride(-2 if is_in_parts else 0), x.stride(-2),

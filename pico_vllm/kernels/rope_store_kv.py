@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_inputs,
+)
 from pico_vllm.kernels.store_kv import check_pool, check_slots, store_kv_reference
 
 MAX_TILE_HEADS = 16
@@ -226,9 +232,9 @@ def rope_store_kv(
         raise ValueError(
             f"out is {list(out.shape)} with strides {out.stride()}; {list(shape)}, contiguous"
         )
-    tile_heads = min(MAX_TILE_HEADS, triton.next_power_of_2(max(num_heads, num_kv_heads)))
-    half_pad = triton.next_power_of_2(head_dim // 2)
-    num_tiles = triton.cdiv(num_heads, tile_heads) + triton.cdiv(num_kv_heads, tile_heads)
+    tile_heads = min(MAX_TILE_HEADS, next_power_of_2(max(num_heads, num_kv_heads)))
+    half_pad = next_power_of_2(head_dim // 2)
+    num_tiles = cdiv(num_heads, tile_heads) + cdiv(num_kv_heads, tile_heads)
     _rope_store_kv_kernel[(num_tokens, num_tiles)](
         qkv, cos_PD, sin_PD, positions_T, slot_mapping_T, k_BGSD, v_BGSD, out,
         *(qkv if each is None else each for each in (bias_N, q_norm, k_norm)), eps,

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pico_vllm.kernels.launch import cdiv
+
 BLOCK = 256
 
 
@@ -36,6 +38,4 @@ def scatter(target: Tensor, changes_2U: Tensor) -> None:
             )
     num_changes = changes_2U.shape[1]
     if num_changes:
-        _scatter_kernel[(triton.cdiv(num_changes, BLOCK),)](
-            target, changes_2U, num_changes, BLOCK=BLOCK
-        )
+        _scatter_kernel[(cdiv(num_changes, BLOCK),)](target, changes_2U, num_changes, BLOCK=BLOCK)

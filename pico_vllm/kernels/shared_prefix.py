@@ -27,8 +27,10 @@ from torch import Tensor
 from pico_vllm.kernels import hopper_decode, paged_decode
 from pico_vllm.kernels.launch import (
     NUM_MULTIPROCESSORS,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     wait_for_inputs,
 )
 from pico_vllm.kernels.paged_decode import (
@@ -213,7 +215,7 @@ def prefix_config(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> PrefixConfig:
     group = num_heads // num_kv_heads
-    least = triton.next_power_of_2(group)
+    least = next_power_of_2(group)
     if dtype == torch.float32:
         # No tensor cores: operands lie in registers, which sets the size.
         block_m, block_n, num_warps, num_stages = 32, 32 if head_dim <= 128 else 16, 8, 1
@@ -222,7 +224,7 @@ def prefix_config(
         # the warps 37 to 45.
         block_m, block_n, num_warps, num_stages = 64, 64, 4 if head_dim <= 128 else 8, 2
     block_m = max(block_m, least)
-    num_tiles = triton.cdiv(num_requests, block_m // group)
+    num_tiles = cdiv(num_requests, block_m // group)
     wanted = 2 * NUM_MULTIPROCESSORS // (num_tiles * num_kv_heads)
     splits = min(MAX_PREFIX_SPLITS, 1 << (wanted.bit_length() - 1)) if wanted else 1
     return PrefixConfig(block_m, block_n, splits, num_warps, num_stages)
@@ -304,7 +306,7 @@ def attend_prefix(
     options: dict[str, Any] = launch_options(qkv_RND.device)
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    num_tiles = triton.cdiv(num_requests, config.block_m // group)
+    num_tiles = cdiv(num_requests, config.block_m // group)
     _shared_prefix_kernel[(num_tiles * num_kv_heads * config.num_splits,)](
         qkv_RND, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R, prefix_lens_R,
         scratch.partials, scratch.stats, cos_PD, sin_PD,
@@ -314,7 +316,7 @@ def attend_prefix(
         k_BGSD.stride(0), k_BGSD.stride(1), block_table_WM.stride(0),
         num_requests, config.num_splits, num_own_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, D=head_dim,
-        D_PAD=max(16, triton.next_power_of_2(head_dim)), S=block_size,
+        D_PAD=max(16, next_power_of_2(head_dim)), S=block_size,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, STEP=PREFIX_STEP,
         NUM_PARTS=len(qkv_RND) if is_in_parts else 1, HAS_BIAS=bias_N is not None,
         HAS_NORM=q_norm_D is not None,
@@ -375,7 +377,7 @@ def shared_prefix_decode(
         )
     if qkv_RND.dim() != 3 or bias_N is not None:
         raise ValueError("parts of qkv, or a bias, are added up on_hopper alone")
-    row_bytes = triton.next_power_of_2(head_dim) * qkv_RND.dtype.itemsize
+    row_bytes = next_power_of_2(head_dim) * qkv_RND.dtype.itemsize
     own = paged_decode.decode_config(num_requests, num_kv_heads, row_bytes, is_long=is_long)
     # Behind a prefix splits are added up in place.
     own = replace(own, num_splits=min(own.num_splits, MAX_SPLITS_IN_PLACE))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import cdiv, launch_options, let_next_start, wait_for_inputs
 
 
 def silu_mul_reference(gate_up_T2F: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def silu_mul(gate_up_T2F: Tensor, out: Tensor | None = None) -> Tensor:
             f"{list(shape)} {gate_up_T2F.dtype} with last stride 1"
         )
     block = 1024  # of 2-byte elements, 16 bytes a thread
-    _silu_mul_kernel[(num_tokens, triton.cdiv(shape[1], block))](
+    _silu_mul_kernel[(num_tokens, cdiv(shape[1], block))](
         gate_up_T2F, out, gate_up_T2F.stride(0), out.stride(0),
         F=shape[1], BLOCK=block, num_warps=4, **launch_options(gate_up_T2F.device),
     )  # fmt: skip

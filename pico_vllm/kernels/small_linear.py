@@ -23,6 +23,7 @@ from pico_vllm.kernels.launch import (
     NUM_MULTIPROCESSORS,
     launch_options,
     let_next_start,
+    next_power_of_2,
     wait_for_inputs,
 )
 from pico_vllm.kernels.rms_norm import rms_norm
@@ -361,9 +362,9 @@ def skinny_options(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> dic
         block_k, num_stages, num_warps = 64, 4, 4
     else:
         block_k, num_stages, num_warps = (128, 4, 4) if K <= 2048 else (256, 3, 4)
-    block_k = max(16, min(block_k * 2 // itemsize, triton.next_power_of_2(K)))
+    block_k = max(16, min(block_k * 2 // itemsize, next_power_of_2(K)))
     return {
-        "BLOCK_M": max(16, triton.next_power_of_2(M)), "BLOCK_N": block_n, "BLOCK_K": block_k,
+        "BLOCK_M": max(16, next_power_of_2(M)), "BLOCK_N": block_n, "BLOCK_K": block_k,
         "NUM_SPLITS": num_splits, "NUM_STAGES": num_stages, "num_warps": num_warps,
     }  # fmt: skip
 
@@ -438,7 +439,7 @@ def small_linear(
         tile = gemv_options(N, K, x_MK.element_size(), norm_K is not None, has_silu_mul)
         num_tiles = -(-N // tile["BLOCK_N"])
         _gemv_kernel[(num_tiles,)](
-            *inputs, eps, M, NUM_OUT=num_out, K=K, ROWS=triton.next_power_of_2(M),
+            *inputs, eps, M, NUM_OUT=num_out, K=K, ROWS=next_power_of_2(M),
             NUM_THREADS=32 * tile["num_warps"], **tile, **flags, **options,
         )  # fmt: skip
         return out

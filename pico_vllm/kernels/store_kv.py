@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pico_vllm.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from pico_vllm.kernels.launch import (
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_inputs,
+)
 
 
 def store_kv_reference(
@@ -97,7 +102,7 @@ def store_kv(kv_TJD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slot_mapping_T: Ten
     _store_kv_kernel[(num_tokens,)](
         kv_TJD, slot_mapping_T, k_BGSD, v_BGSD,
         *kv_TJD.stride()[:2], *k_BGSD.stride()[:3],
-        G=num_kv_heads, G_PAD=triton.next_power_of_2(num_kv_heads),
-        D=head_dim, D_PAD=triton.next_power_of_2(head_dim), S=block_size,
+        G=num_kv_heads, G_PAD=next_power_of_2(num_kv_heads),
+        D=head_dim, D_PAD=next_power_of_2(head_dim), S=block_size,
         num_warps=2 if num_kv_heads * head_dim <= 512 else 4, **launch_options(kv_TJD.device),
     )  # fmt: skip

@@ -126,6 +126,8 @@ class TritonLinear(Linear):
 
     def _way(self, x_MK: Tensor) -> Way:
         M, (N, K) = len(x_MK), self.weight.shape
+        if M > MAX_ROWS_IN_PARTS:  # told at once, as steps of so many wait for their launches
+            return Way.WHOLE
         on_hopper = hopper_split_k.can_take(x_MK.device, x_MK.dtype, N, K)
         is_split = on_hopper and hopper_split_k.is_faster(M, N, K)
         is_cut = _num_parts(M, N, K) > 1

@@ -12,12 +12,20 @@ import triton
 import triton.language as tl
 import triton.runtime.build
 
-from pico_vllm.kernels.launch import compiled_in_parallel
+from pico_vllm.kernels.launch import cdiv, compiled_in_parallel, next_power_of_2
 
 
 @triton.jit
 def _add_kernel(x_ptr, AMOUNT: tl.constexpr):
     tl.store(x_ptr, tl.load(x_ptr) + AMOUNT)
+
+
+def test_sizes_of_grids_are_as_triton_counts_them() -> None:
+    """Only sooner."""
+    for a in range(70):
+        assert [cdiv(a, b) for b in range(1, 20)] == [triton.cdiv(a, b) for b in range(1, 20)]
+    numbers = [*range(1, 70), 2**31 - 1, 2**31, 2**31 + 1]
+    assert [next_power_of_2(n) for n in numbers] == [triton.next_power_of_2(n) for n in numbers]
 
 
 @pytest.mark.gpu

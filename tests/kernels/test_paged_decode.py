@@ -245,6 +245,33 @@ def test_fused_rope_store_and_attention(has_norm: bool) -> None:
     check_fused(made)
 
 
+def check_out(made: Fused, decode: Callable[..., Tensor]) -> None:
+    """What is given to be written to gets the answer, and nothing around it."""
+    H, D = made.q_rot.shape[1:]
+    around = torch.full((len(made.qkv_RND) + 2, H, D), float("nan"))
+    out = around.to(made.qkv_RND)[1:-1]
+    whole = out._base
+    assert whole is not None
+
+    def run() -> Tensor:
+        assert made.decoded_by(decode, out=out) is out
+        return out
+
+    check_fused(made, run)
+    assert whole[[0, -1]].isnan().all()
+    for wrong in (out[:-1], out.double(), torch.empty_like(out).transpose(0, 1)):
+        with pytest.raises(ValueError, match=r"out is .* it must be .* contiguous"):
+            made.decoded_by(decode, out=wrong)
+
+
+def test_fused_into_memory_that_is_there() -> None:
+    """As a step does that puts prompts' tokens behind."""
+    check_out(
+        fused([5, 33], group=3, head_dim=64, dtype=torch.float32, has_norm=False),
+        rope_paged_decode,
+    )
+
+
 @pytest.mark.memcheck
 def test_fused_odd_head_dim_half() -> None:
     """A head dim that is no power of two rotates by its own half."""
