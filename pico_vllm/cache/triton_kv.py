@@ -8,6 +8,7 @@ at them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -97,7 +98,7 @@ class TritonStep:
         self._table_rows = batch.feed.table_rows
         self._is_long = batch.feed.is_long
         self._prefix_lens = batch.feed.prefix_lens
-        self._starts_from: dict[int, Tensor] = {}
+        self._cuts: dict[int, _Cut] = {}
 
     @property
     def adds_parts(self) -> bool:
@@ -140,7 +141,7 @@ class TritonStep:
         out_THD = torch.empty_like(
             qkv[:, 2 * num_kv_heads :], memory_format=torch.contiguous_format
         )
-        out_THD[:n] = self._decode(layer, qkv[:n], qk_norm, n)
+        self._decode(layer, qkv[:n], qk_norm, n, out=out_THD[:n])
         self._extend(layer, qkv[n:], qk_norm, n, out=out_THD[n:])
         return out_THD
 
@@ -152,13 +153,14 @@ class TritonStep:
         n: int,
         *,
         bias_N: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The first n requests, one token each."""
-        kv, batch = self._kv, self._batch
+        kv, cut = self._kv, self._cut_at(n)
         q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
         arguments = (
             qkv, *kv.cos_sin, *kv.layers[layer],
-            batch.block_table, self._table_rows[:n], batch.seq_lens[:n],
+            self._batch.block_table, cut.decoding_rows, cut.decoding_lens,
         )  # fmt: skip
         options = {
             "scale": kv.scale, "scratch": kv.scratch,
@@ -166,15 +168,16 @@ class TritonStep:
         }  # fmt: skip
         on_hopper = self._is_on_hopper(n)
         if self._prefix_lens is not None:
+            assert out is None, "of a step in which all decode"
             return shared_prefix.shared_prefix_decode(
                 *arguments, self._prefix_lens[:n], **options,
                 is_long=self._is_long, on_hopper=on_hopper, bias_N=bias_N,
             )  # fmt: skip
         if on_hopper:
             return hopper_decode.hopper_rope_decode(
-                *arguments, **options, bias_N=bias_N, is_long=self._is_long
+                *arguments, **options, bias_N=bias_N, is_long=self._is_long, out=out
             )
-        return rope_paged_decode(*arguments, **options, is_long=self._is_long)
+        return rope_paged_decode(*arguments, **options, is_long=self._is_long, out=out)
 
     def _is_on_hopper(self, num_requests: int) -> bool:
         num_kv_heads = self._kv.device_pool.shape[1]
@@ -193,29 +196,25 @@ class TritonStep:
     ) -> Tensor:
         """The requests after the first n, whose tokens these are. Those at the end that have no
         context may have a kernel of their own."""
-        kv, batch = self._kv, self._batch
-        assert batch.feed is not None
-        fresh, fresh_token = batch.feed.fresh_request, batch.feed.fresh_token
-        if not kv.takes_fresh:
-            fresh, fresh_token = batch.seq_lens.shape[0], batch.num_tokens
+        kv, cut = self._kv, self._cut_at(n)
         rotated = self._rotate_and_store(layer, qkv, qk_norm, n, bias_N)
         if out is None:
             out = torch.empty_like(rotated[0], memory_format=torch.contiguous_format)
-        num_older = fresh_token - n
-        if num_older:
+        num_older = cut.num_older_tokens
+        if cut.older_starts is not None:
             q_rot_THD, *new_kv_TGD = (x[:num_older] for x in rotated)
             paged_prefill(
-                q_rot_THD, *kv.layers[layer], batch.block_table, self._table_rows[n:fresh],
-                self._starts(n, fresh, n), batch.seq_lens[n:fresh],
+                q_rot_THD, *kv.layers[layer], self._batch.block_table, cut.older_rows,
+                cut.older_starts, cut.older_lens,
                 scale=kv.scale, new_kv_TGD=tuple(new_kv_TGD), out=out[:num_older],
                 # What _starts computes behind decoding requests may not be there early enough.
                 scratch=kv.prefill_scratch if n == 0 else None,
                 config=kv.prefill_config,
             )  # fmt: skip
-        if fresh_token < batch.num_tokens:
-            q_rot_THD, k_rot_TGD, v_TGD = (x[num_older:] for x in rotated)
-            starts = self._starts(fresh, batch.seq_lens.shape[0], fresh_token)
-            hopper_prefill(q_rot_THD, k_rot_TGD, v_TGD, starts, scale=kv.scale, out=out[num_older:])
+        if cut.fresh_starts is not None:
+            fresh = (x[num_older:] for x in rotated) if num_older else rotated
+            out_fresh = out[num_older:] if num_older else out
+            hopper_prefill(*fresh, cut.fresh_starts, scale=kv.scale, out=out_fresh)
         return out
 
     def _extend_last(
@@ -245,10 +244,10 @@ class TritonStep:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys and values of the tokens after the first n, whose KV goes
         to the pool."""
-        kv, batch = self._kv, self._batch
+        kv, cut = self._kv, self._cut_at(n)
         q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
         rotated_TND = rope_store_kv(
-            qkv, *kv.cos_sin, batch.positions[n:], batch.slot_mapping[n:], *kv.layers[layer],
+            qkv, *kv.cos_sin, cut.positions, cut.slots, *kv.layers[layer],
             bias_N=bias_N, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
         G = kv.device_pool.shape[1]
@@ -257,6 +256,31 @@ class TritonStep:
         q_rot_THD, k_rot_TGD = rotated_TND[:, : qkv.shape[-2] - G].tensor_split([-G], 1)
         return q_rot_THD, k_rot_TGD, v_TGD
 
+    def _cut_at(self, n: int) -> _Cut:
+        """The step's tensors behind its first n requests, made once for all layers."""
+        if n in self._cuts:
+            return self._cuts[n]
+        kv, batch = self._kv, self._batch
+        assert batch.feed is not None
+        num_requests = batch.seq_lens.shape[0]
+        fresh, fresh_token = batch.feed.fresh_request, batch.feed.fresh_token
+        if not kv.takes_fresh:
+            fresh, fresh_token = num_requests, batch.num_tokens
+        num_older = max(fresh_token - n, 0)
+        has_fresh = fresh_token < batch.num_tokens
+        cut = self._cuts[n] = _Cut(
+            decoding_rows=self._table_rows[:n],
+            decoding_lens=batch.seq_lens[:n],
+            positions=batch.positions[n:],
+            slots=batch.slot_mapping[n:],
+            num_older_tokens=num_older,
+            older_rows=self._table_rows[n:fresh],
+            older_lens=batch.seq_lens[n:fresh],
+            older_starts=self._starts(n, fresh, n) if num_older else None,
+            fresh_starts=self._starts(fresh, num_requests, fresh_token) if has_fresh else None,
+        )
+        return cut
+
     def _starts(self, first: int, last: int, token: int) -> Tensor:
         """query_start_loc of the requests from first to before last, counted from a token."""
         if self._batch.num_decodes == self._batch.num_tokens:
@@ -264,6 +288,22 @@ class TritonStep:
             return self._kv.decode_starts[: last + 1]
         if token == 0:
             return self._batch.query_start_loc[: last + 1]
-        if first not in self._starts_from:
-            self._starts_from[first] = self._batch.query_start_loc[first : last + 1] - token
-        return self._starts_from[first]
+        return self._batch.query_start_loc[first : last + 1] - token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """Of decoding requests, of those with a context and of fresh ones, what the kernels take."""
+
+    decoding_rows: Tensor
+    decoding_lens: Tensor
+    positions: Tensor
+    """Of the tokens of all that do not decode, as slots."""
+    slots: Tensor
+    num_older_tokens: int
+    older_rows: Tensor
+    older_lens: Tensor
+    older_starts: Tensor | None
+    """query_start_loc, counted from their first token; None where there are none."""
+    fresh_starts: Tensor | None
+    """Likewise."""
