@@ -136,7 +136,7 @@ class TritonStep:
             return self._extend_last(layer, qkv, qk_norm, bias_N)
         if n == 0:
             return self._extend(layer, qkv, qk_norm, 0, bias_N)
-        # Never in parts. What prompts attend, most of it all, is not written twice.
+        # Never in parts. Both write into one tensor: nothing is copied afterwards.
         num_kv_heads = self._kv.device_pool.shape[1]
         out_THD = torch.empty_like(
             qkv[:, 2 * num_kv_heads :], memory_format=torch.contiguous_format
@@ -197,7 +197,7 @@ class TritonStep:
         """The requests after the first n, whose tokens these are. Those at the end that have no
         context may have a kernel of their own."""
         kv, cut = self._kv, self._cut_at(n)
-        rotated = self._rotate_and_store(layer, qkv, qk_norm, n, bias_N)
+        rotated = self._rotate_and_store(layer, qkv, qk_norm, bias_N, cut.positions, cut.slots)
         if out is None:
             out = torch.empty_like(rotated[0], memory_format=torch.contiguous_format)
         num_older = cut.num_older_tokens
@@ -227,7 +227,9 @@ class TritonStep:
         """All tokens leave their KV, the last one of each request attends: that is decoding."""
         kv, batch = self._kv, self._batch
         assert batch.feed is not None
-        q_rot_THD, _, _ = self._rotate_and_store(layer, qkv, qk_norm, 0, bias_N)
+        q_rot_THD, _, _ = self._rotate_and_store(
+            layer, qkv, qk_norm, bias_N, batch.positions, batch.slot_mapping
+        )
         return paged_decode(
             q_rot_THD.index_select(0, batch.feed.sample_at), *kv.layers[layer],
             batch.block_table, self._table_rows, batch.seq_lens,
@@ -239,15 +241,15 @@ class TritonStep:
         layer: int,
         qkv: Tensor,
         qk_norm: tuple[Tensor, Tensor, float] | None,
-        n: int,
         bias_N: Tensor | None,
+        positions_T: Tensor,
+        slots_T: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries, rotated keys and values of the tokens after the first n, whose KV goes
-        to the pool."""
-        kv, cut = self._kv, self._cut_at(n)
+        """Rotated queries, rotated keys and values of these tokens, whose KV goes to the pool."""
+        kv = self._kv
         q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
         rotated_TND = rope_store_kv(
-            qkv, *kv.cos_sin, cut.positions, cut.slots, *kv.layers[layer],
+            qkv, *kv.cos_sin, positions_T, slots_T, *kv.layers[layer],
             bias_N=bias_N, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
         G = kv.device_pool.shape[1]
@@ -298,7 +300,7 @@ class _Cut:
     decoding_rows: Tensor
     decoding_lens: Tensor
     positions: Tensor
-    """Of the tokens of all that do not decode, as slots."""
+    """Of the tokens behind the first n requests; so are slots."""
     slots: Tensor
     num_older_tokens: int
     older_rows: Tensor

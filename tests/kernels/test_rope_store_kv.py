@@ -208,8 +208,7 @@ def test_grid(
     num_parts: int,
 ) -> None:
     """Every head dim, block size, GQA ratio and dtype, with QK-norm and without, in one piece and
-    in parts with a bias: pairwise, any two
-    of these values meet in a case."""
+    in parts with a bias: pairwise, any two of these values meet in a case."""
     check(
         70,
         num_heads=group * num_kv_heads,
