@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -27,6 +28,7 @@ from pico_vllm.bench.limits import cuda_ms
 from pico_vllm.cache.triton_kv import TritonKV, TritonStep
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows
+from pico_vllm.errors import ConfigError
 from pico_vllm.forward_batch import DeviceFeed, ForwardBatch
 from pico_vllm.kernels.candidates import RowScratch
 from pico_vllm.kernels.full_sample import full_sample, full_sample_reference
@@ -54,7 +56,7 @@ MIN_LAUNCHES = 20
 NUM_REPLAYS = 10
 MAX_POOL_BYTES = 16 << 30
 MAX_ROWS = 1024
-"""For whose logits and KV there is memory."""
+"""Requests that decode. No workload has more."""
 KERNELS = (
     "qkv", "o", "gate_up", "down", "head", "full_sample", "decode_attention", "prefill_attention",
     "chunk_attention", "rms_norm", "silu_mul", "rope_store_kv",
@@ -80,12 +82,12 @@ class KernelCase:
     ours: Run
     twin: Run
     whole: Callable[[Tensor], Tensor] = lambda y: y
-    """What the twin gives, of what ours leaves to be added up by the kernel behind."""
+    """Turns what `ours` returns into what `twin` returns, where ours leaves a sum to the next
+    kernel."""
     has_capturable_twin: bool = True
     """False where it asks the device for numbers: it is then timed launch by launch."""
     torch_name: str | None = None
     torch_run: Run | None = None
-    bound: Literal["read", "matmul"] = "read"
 
 
 class Timer(Protocol):
@@ -153,10 +155,16 @@ class GraphTimer:
 def time_kernels(
     sizes: Sizes, only: Sequence[str], timer: Timer, limits: Limits
 ) -> Iterator[dict[str, Any]]:
-    """One line a kernel and size, as soon as it is measured."""
+    """One line a kernel and size, as soon as it is measured.
+
+    Raises:
+        ConfigError: there is no memory for a case.
+    """
     for case in cases(sizes, only):
-        us = timer.in_graph_us(case.ours, case.num_sets)
-        is_read = case.bound == "read"
+        with _room_for(case.kernel, case.rows, case.context):
+            us = timer.in_graph_us(case.ours, case.num_sets)
+        # What takes longer at its limit.
+        is_read = case.num_bytes / limits.read_bytes_s >= case.flop / limits.matmul_flop_s
         rate = (case.num_bytes if is_read else case.flop) / us * 1e6
         limit = limits.read_bytes_s if is_read else limits.matmul_flop_s
         if case.has_capturable_twin:
@@ -184,9 +192,22 @@ def time_kernels(
             **{name: None if v is None else round(v, 3) for name, v in figures.items()},
             "twin_is_in_graph": case.has_capturable_twin,
             "torch_name": case.torch_name,
-            "limit": case.bound,
+            "limit": "read" if is_read else "matmul",
             "num_sets": case.num_sets,
         }
+
+
+@contextmanager
+def _room_for(kernel: str, rows: int, context: int | None) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        of_context = "" if context is None else f" and {context} tokens of context"
+        raise ConfigError(
+            f"{kernel} with {rows} rows{of_context} does not fit into the device's memory; lower "
+            "--rows or --context, or name other kernels with --only",
+            param="rows",
+        ) from None
 
 
 def _try(measure: Callable[[], float]) -> float | None:
@@ -209,7 +230,9 @@ def cases(sizes: Sizes, only: Sequence[str]) -> Iterator[KernelCase]:
             yield full_sample_case(sizes, rows)
     if "decode_attention" in only:
         for context, rows in itertools.product(sizes.contexts, sizes.rows):
-            yield decode_attention_case(sizes, rows, context)
+            with _room_for("decode_attention", rows, context):
+                case = decode_attention_case(sizes, rows, context)
+            yield case
     for kernel, make in (
         ("prefill_attention", prefill_attention_case),
         ("chunk_attention", chunk_attention_case),
@@ -226,15 +249,14 @@ def linear_case(sizes: Sizes, kernel: str, rows: int) -> KernelCase:
     is made along with the sum, or in parts that attention adds up. cuBLAS does the product
     alone."""
     num_out, num_in = _weight_shapes(sizes.model)[kernel]
-    num_bytes = num_out * num_in * sizes.dtype.itemsize
-    num_sets = sizes.num_sets(num_bytes)
+    num_sets = sizes.num_sets(num_out * num_in * sizes.dtype.itemsize)
     weights = [sizes.random(num_out, num_in) for _ in range(num_sets)]
     x_MK = sizes.random(rows, num_in)
     make = _added_case if kernel in ("o", "down") else _normed_case
     return KernelCase(
         kernel=kernel,
         rows=rows,
-        num_bytes=num_bytes,
+        num_bytes=(num_out * num_in + rows * (num_in + num_out)) * sizes.dtype.itemsize,
         flop=2 * rows * num_out * num_in,
         num_sets=num_sets,
         torch_name="cuBLAS",
@@ -273,6 +295,7 @@ def _normed_case(sizes: Sizes, kernel: str, rows: int, weights: Sequence[Tensor]
     linears = [layers.linear(DenseWeight(weight), bias) for weight in weights]
     norm = RMSNorm(sizes.random(num_in), sizes.model.rms_norm_eps)
     residual = _left_by(sizes, layers, "down" if is_qkv else "o", rows, norm)
+    # As for any context: from so many requests on that products are left in parts, none matters.
     leaves_parts = is_qkv and _decode_step(sizes, rows, context=1).adds_parts
 
     def ours(index: int) -> Tensor:
@@ -330,12 +353,11 @@ def add_up(parts: Parts) -> Tensor:
 
 
 def head_case(sizes: Sizes, rows: int) -> KernelCase:
-    """The likeliest token of each request: norm, but where the last product makes it, head and
+    """The likeliest token of each request: norm (unless the last product makes it), head and
     choice. cuBLAS makes the logits alone."""
     model, device = sizes.model, sizes.device
     vocab, hidden = model.vocab_size, model.hidden_size
-    num_bytes = vocab * hidden * sizes.dtype.itemsize
-    num_sets = sizes.num_sets(num_bytes)
+    num_sets = sizes.num_sets(vocab * hidden * sizes.dtype.itemsize)
     weights = [sizes.random(vocab, hidden) for _ in range(num_sets)]
     layers, norm = TritonLayers(device), RMSNorm(sizes.random(hidden), model.rms_norm_eps)
     last = _left_by(sizes, layers, "down", rows, norm)
@@ -374,7 +396,7 @@ def head_case(sizes: Sizes, rows: int) -> KernelCase:
     return KernelCase(
         kernel="head",
         rows=rows,
-        num_bytes=num_bytes,
+        num_bytes=(vocab + rows) * hidden * sizes.dtype.itemsize,
         flop=2 * rows * vocab * hidden,
         num_sets=num_sets,
         ours=ours,
@@ -495,13 +517,11 @@ def decode_attention_case(sizes: Sizes, rows: int, context: int) -> KernelCase:
             rotated[:, :num_heads], *kv, batch.block_table, batch.seq_lens, scale=cache.scale
         )
 
-    dense = [
-        (
-            sizes.random(rows, num_kv_heads, context, head_dim),
-            sizes.random(rows, num_kv_heads, context, head_dim),
-        )
-        for _ in range(num_sets)
-    ]
+    def dense_kv() -> Tensor:
+        shape = (rows, num_kv_heads, context, head_dim)
+        return torch.empty(shape, dtype=sizes.dtype, device=device).normal_(std=0.05)
+
+    dense = [(dense_kv(), dense_kv()) for _ in range(num_sets)]
     q_RH1D = sizes.random(rows, num_heads, 1, head_dim)
     return KernelCase(
         kernel="decode_attention",
@@ -648,7 +668,6 @@ def _attention_case(sizes: Sizes, kernel: str, *, may_be_fresh: bool) -> KernelC
         torch_run=lambda index: functional.scaled_dot_product_attention(
             q_1HTD, *dense[index], is_causal=True, scale=scale, enable_gqa=True
         ),
-        bound="matmul",
     )
 
 

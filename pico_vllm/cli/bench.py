@@ -150,7 +150,9 @@ def bench_kernels(
 
     chosen = names("only", only, KERNELS)
     if max(all_rows) > MAX_ROWS:
-        raise ConfigError(f"--rows {max(all_rows)} is more than {MAX_ROWS}", param="rows")
+        raise ConfigError(
+            f"--rows {max(all_rows)} is more than {MAX_ROWS}; leave larger ones out", param="rows"
+        )
     if dtype not in TORCH_DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(TORCH_DTYPES)}", param="dtype")
     torch_dtype = TORCH_DTYPES[dtype]

@@ -12,6 +12,7 @@ from torch import Tensor
 from pico_vllm.bench import kernels
 from pico_vllm.bench.kernels import KERNELS, KernelCase, Limits, Run, Sizes, cases, time_kernels
 from pico_vllm.config.model import ModelConfig
+from pico_vllm.errors import ConfigError
 from pico_vllm.kernels import hopper_decode, hopper_head, hopper_split_k
 from pico_vllm.kernels.paged_decode import rope_paged_decode
 from pico_vllm.layers.linear import Parts
@@ -170,7 +171,7 @@ class FakeTimer:
 
 def test_lines_hold_rates_and_the_part_of_the_limit() -> None:
     """Bytes over time for what reads, operations over time for a long prompt's attention."""
-    limits = Limits(read_bytes_s=1e9, matmul_flop_s=2e10)
+    limits = Limits(read_bytes_s=5e9, matmul_flop_s=1e10)
     lines = {
         line["id"]: line
         for line in time_kernels(
@@ -181,17 +182,19 @@ def test_lines_hold_rates_and_the_part_of_the_limit() -> None:
         "o-r1", "o-r3", "decode_attention-r1-c21", "decode_attention-r3-c21",
         "prefill_attention-r19-c19",
     ]  # fmt: skip
-    # 64 x 64 fp32 in 20 us are 0.82 GB/s.
-    assert lines["o-r1"]["pct_of_limit"] == pytest.approx(81.92)
+    # 64 x 64 fp32, and as many in and out, in 20 us are 0.84 GB/s.
+    assert lines["o-r1"]["pct_of_limit"] == pytest.approx(16.896)
+    assert lines["o-r1"]["limit"] == "read"
     assert (lines["o-r1"]["twin_us"], lines["o-r1"]["twin_is_in_graph"]) == (20.0, True)
     assert (lines["o-r1"]["torch_us"], lines["o-r1"]["torch_name"]) == (20.0, "cuBLAS")
     decode = lines["decode_attention-r3-c21"]
     # 3 requests, 21 tokens, K and V of 2 heads of 16 fp32 are 16,128 bytes.
-    assert decode["pct_of_limit"] == pytest.approx(100 * 16_128 / 20e-6 / 1e9, abs=1e-3)
+    assert decode["pct_of_limit"] == pytest.approx(100 * 16_128 / 20e-6 / 5e9, abs=1e-3)
     assert (decode["twin_us"], decode["twin_is_in_graph"]) == (50.0, False)
     prefill = lines["prefill_attention-r19-c19"]
     # 19 x 20 / 2 pairs, 4 heads, a product and a sum for scores and for values, 16 wide.
-    assert prefill["pct_of_limit"] == pytest.approx(100 * 190 * 4 * 4 * 16 / 20e-6 / 2e10, abs=1e-3)
+    assert prefill["pct_of_limit"] == pytest.approx(100 * 190 * 4 * 4 * 16 / 20e-6 / 1e10, abs=1e-3)
+    assert prefill["limit"] == "matmul"
     assert prefill["tb_s"] is None and decode["tflop_s"] is None
 
 
@@ -212,6 +215,27 @@ def test_a_twin_without_room_has_no_figure() -> None:
     assert isinstance(case, KernelCase) and not case.has_capturable_twin
     (line,) = time_kernels(sizes("Qwen2"), ["rope_store_kv"], SmallTimer(), Limits(1e9, 1e9))
     assert (line["us"], line["twin_us"], line["torch_us"]) == (20.0, None, None)
+
+
+def test_a_kernel_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured before stands; the error says what did not fit, and what would."""
+
+    class SmallTimer(FakeTimer):
+        def in_graph_us(self, run: Run, num_sets: int) -> float:
+            raise torch.OutOfMemoryError("no room")
+
+    def no_room(*sizes: Any) -> KernelCase:
+        raise torch.OutOfMemoryError("no room")
+
+    limits = Limits(1e9, 1e9)
+    message = "silu_mul with 19 rows does not fit into the device's memory; lower --rows"
+    with pytest.raises(ConfigError, match=message):
+        list(time_kernels(sizes("Qwen2"), ["silu_mul"], SmallTimer(), limits))
+    monkeypatch.setattr(kernels, "decode_attention_case", no_room)
+    lines = time_kernels(sizes("Qwen2"), ["o", "decode_attention"], FakeTimer(), limits)
+    assert [next(lines)["id"], next(lines)["id"]] == ["o-r1", "o-r3"]
+    with pytest.raises(ConfigError, match="with 1 rows and 21 tokens of context does not fit"):
+        next(lines)
 
 
 @pytest.mark.gpu
