@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -173,8 +174,9 @@ def time_kernels(
             twin_us = _try(lambda case=case: timer.eager_us(case.twin))
         torch_us = None
         if case.torch_run is not None:
-            run = case.torch_run
-            torch_us = _try(lambda run=run, case=case: timer.in_graph_us(run, case.num_sets))
+            torch_us = _try(
+                lambda run=case.torch_run, case=case: timer.in_graph_us(run, case.num_sets)
+            )
         figures = {
             "us": us,
             "tb_s": rate / 1e12 if is_read else None,
@@ -195,6 +197,7 @@ def time_kernels(
             "limit": "read" if is_read else "matmul",
             "num_sets": case.num_sets,
         }
+        del case  # before the next is made
 
 
 @contextmanager
@@ -220,28 +223,36 @@ def _try(measure: Callable[[], float]) -> float | None:
 
 def cases(sizes: Sizes, only: Sequence[str]) -> Iterator[KernelCase]:
     """Made one after the other, so that their memory is never needed at once."""
+    for kernel, rows, context, make in _makers(sizes):
+        if kernel not in only:
+            continue
+        with _room_for(kernel, rows, context):
+            case = make()
+        yield case
+        del case
+
+
+Maker = tuple[str, int, int | None, Callable[[], KernelCase]]
+"""Kernel, rows, context, and what makes the case."""
+
+
+def _makers(sizes: Sizes) -> Iterator[Maker]:
     for rows in sizes.rows:
         for kernel in KERNELS[:4]:
-            if kernel in only:
-                yield linear_case(sizes, kernel, rows)
-        if "head" in only:
-            yield head_case(sizes, rows)
-        if "full_sample" in only:
-            yield full_sample_case(sizes, rows)
-    if "decode_attention" in only:
-        for context, rows in itertools.product(sizes.contexts, sizes.rows):
-            with _room_for("decode_attention", rows, context):
-                case = decode_attention_case(sizes, rows, context)
-            yield case
-    for kernel, make in (
+            yield kernel, rows, None, partial(linear_case, sizes, kernel, rows)
+        yield "head", rows, None, partial(head_case, sizes, rows)
+        yield "full_sample", rows, None, partial(full_sample_case, sizes, rows)
+    for context, rows in itertools.product(sizes.contexts, sizes.rows):
+        make = partial(decode_attention_case, sizes, rows, context)
+        yield "decode_attention", rows, context, make
+    for kernel, of_prompts in (
         ("prefill_attention", prefill_attention_case),
         ("chunk_attention", chunk_attention_case),
         ("rms_norm", rms_norm_case),
         ("silu_mul", silu_mul_case),
         ("rope_store_kv", rope_store_kv_case),
     ):
-        if kernel in only:
-            yield make(sizes)
+        yield kernel, sizes.prefill_tokens, None, partial(of_prompts, sizes)
 
 
 def linear_case(sizes: Sizes, kernel: str, rows: int) -> KernelCase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -148,6 +149,7 @@ def test_cases_of_a_device_agree(architecture: str, rows: int) -> None:
             # Two logits may be as high as each other in bf16.
             assert (ours == twin).float().mean() > 0.9
             continue
+        # Both round what is between to bf16, by 2^-9 each: a norm's sum, a product, SiLU.
         torch.testing.assert_close(ours, twin, rtol=3e-2, atol=5e-3)
 
 
@@ -236,6 +238,25 @@ def test_a_kernel_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert [next(lines)["id"], next(lines)["id"]] == ["o-r1", "o-r3"]
     with pytest.raises(ConfigError, match="with 1 rows and 21 tokens of context does not fit"):
         next(lines)
+
+
+def test_one_case_at_a_time_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case is gone before the next is made."""
+    made: list[Any] = []
+
+    def case_of(*of: Any) -> KernelCase:
+        assert all(each() is None for each in made)
+        case = rms_norm_case(sizes("Qwen2"))
+        # A KernelCase takes no weak references; its functions, which have the tensors, do.
+        made.extend(weakref.ref(run) for run in (case.ours, case.torch_run))
+        return case
+
+    rms_norm_case = kernels.rms_norm_case
+    for name in ("linear_case", "decode_attention_case", "silu_mul_case"):
+        monkeypatch.setattr(kernels, name, case_of)
+    only = ["o", "decode_attention", "silu_mul"]
+    lines = list(time_kernels(sizes("Qwen2"), only, FakeTimer(), Limits(1e9, 1e9)))
+    assert len(lines) == 5 and len(made) == 10
 
 
 @pytest.mark.gpu
