@@ -31,12 +31,17 @@ class DeviceFeed:
     block_size: int
     is_long: bool
     """Whether decoding requests may have long contexts."""
-    fresh_request: int
-    fresh_token: int
-    """From this request and token on nobody has a context: all keys are of this step."""
     prefix_lens: Tensor | None = None
     """[R] int32, of a decoding batch: first tokens that all those which have any here share; None
     where attention does not ask."""
+    decode_lens: Tensor | None = None
+    """[R] int32, seq_lens of the requests that decode beside others, 0 of the others; None where
+    those that decode are alone, or are attended like others."""
+    older_starts: Tensor | None = None
+    """[R + 1] int32, query_start_loc of the requests whose tokens are attended behind a context,
+    where all others have none; None without such."""
+    fresh_starts: Tensor | None = None
+    """Likewise of the requests without a context, all of whose keys are of this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,8 @@ class ForwardBatch:
     """Tokens lie request after request; request r owns tokens query_start_loc[r] to
     query_start_loc[r + 1].
 
-    The first `num_decodes` requests have query_len 1 and their last sampled token as input.
+    The first `num_decodes` requests have query_len 1 and their last sampled token as input. On a
+    device of its own that is all or 0, where the others' ids say so (DeviceFeed).
     """
 
     token_ids: Tensor

@@ -596,8 +596,6 @@ def _decode_batch(sizes: Sizes, rows: int, context: int, table: int) -> ForwardB
         sample_at=table_rows,
         block_size=block_size,
         is_long=are_long(context_lens),
-        fresh_request=rows,
-        fresh_token=rows,
     )
     return ForwardBatch(
         token_ids=zeros_R,

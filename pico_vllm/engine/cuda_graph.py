@@ -1,8 +1,8 @@
 """CUDA graphs of the model's forward pass, one for each shape of a batch, with a sampler's tail.
 
-An eager step costs the host 14 ms in 28 layers' launches; a graph's replay costs 5 us whatever its
-length. Shapes are dense, so that padding stays small. A batch without a shape runs as it is,
-operation by operation: large prompts, where the GPU hides the launches.
+An eager step costs the host 14 to 38 ms in 28 layers' launches; a graph's replay costs 5 us
+whatever its length. Shapes are dense, so that padding stays small. A batch without a shape runs as
+it is, operation by operation: very large ones, where the GPU hides the launches.
 
 All graphs share one pool of memory: they never run at the same time, and what they hand out lies
 outside it.
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pico_vllm.engine.device_batch import Shape, fresh_shape
+from pico_vllm.engine.device_batch import Kind, Shape, kind_of
 from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.kernels.paged_decode import are_long, can_be_long
 from pico_vllm.kernels.shared_prefix import MIN_SHARING
@@ -32,11 +32,18 @@ Tail = Literal["greedy", "sample", "full"]
 """What follows the forward pass: the likeliest ids, ids by temperature, or all that a request can
 ask for."""
 EXTEND_TOKENS = (
-    *range(16, 64, 8), *range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 128), 4096,
+    *range(16, 64, 8), *range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 128),
+    *range(4096, 12289, 256),
 )  # fmt: skip
 """Padding is computed like tokens: less than 8 of them where 16 to 64 are new, as behind many a
-cached prefix; at most an eighth from 256 on, and a sixteenth from 2,048 on."""
+cached prefix; at most an eighth from 256 on, and a sixteenth from 2,048 on. The most that a step
+may have is a size as well, where it is not above these."""
 MAX_EXTEND_TOKENS = EXTEND_TOKENS[-1]
+MAX_ALIKE_TOKENS = 4096
+"""In larger steps each kind of request is attended by its own kernel."""
+LARGE_STEP_REQUESTS = (1, 16, 256)
+"""Sizes for larger steps, beside which padded requests cost nothing: the fewer graphs, the sooner
+each of them is there."""
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -78,9 +85,11 @@ class CudaGraphs:
         self._decode_sizes = decode_sizes(max_num_seqs)
         self._max_model_len = max_model_len
         self._request_sizes = extend_request_sizes(max_num_seqs)
-        self._token_sizes = [
-            size for size in EXTEND_TOKENS if size <= min(MAX_EXTEND_TOKENS, max_num_batched_tokens)
+        self._large_step_sizes = [size for size in LARGE_STEP_REQUESTS if size < max_num_seqs] + [
+            max_num_seqs
         ]
+        most = min(MAX_EXTEND_TOKENS, max_num_batched_tokens)
+        self._token_sizes = [size for size in EXTEND_TOKENS if size < most] + [most]
         self._graphs: dict[tuple[Shape, Tail], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
 
@@ -93,17 +102,23 @@ class CudaGraphs:
             if size is None:
                 return None
             return Shape(
-                size, size, is_decode=True, is_long=are_long(own_lens(plan, shared)),
+                size, size, "decode", is_long=are_long(own_lens(plan, shared)),
                 is_shared=shared is not None,
             )  # fmt: skip
         tokens = _at_least(self._token_sizes, plan.num_tokens)
-        requests = _at_least(self._request_sizes, num_requests)
-        if tokens is None or requests is None:
+        if tokens is None:
             return None
-        # Decoding requests are extended by one token like the others.
-        if plan.context_lens.any():
-            return Shape(tokens, requests, is_decode=False)
-        return fresh_shape(tokens, requests)
+        is_large = tokens > MAX_ALIKE_TOKENS
+        requests = _at_least(
+            self._large_step_sizes if is_large else self._request_sizes, num_requests
+        )
+        if requests is None:
+            return None
+        kind: Kind = kind_of(plan)
+        if kind == "mixed" and not is_large:
+            # Decoding requests are extended by one token like the others.
+            kind = "extend"
+        return Shape(tokens, requests, kind)
 
     def has(self, shape: Shape, tail: Tail) -> bool:
         return (shape, tail) in self._graphs
@@ -132,7 +147,7 @@ class CudaGraphs:
     def decode_shapes(self) -> list[Shape]:
         """All of them, the largest first: in its memory the smaller ones have room."""
         return [
-            Shape(size, size, is_decode=True, is_long=is_long)
+            Shape(size, size, "decode", is_long=is_long)
             for size in self._decode_sizes[::-1]
             for is_long in (False, True)
             if not is_long or can_be_long(size, self._max_model_len)
@@ -141,7 +156,7 @@ class CudaGraphs:
     def extend_shapes(self) -> list[Shape]:
         """One for each number of requests, with tokens as few as that allows."""
         sizes = [(_at_least(self._token_sizes, size), size) for size in self._request_sizes]
-        return [Shape(tokens, size, is_decode=False) for tokens, size in sizes if tokens]
+        return [Shape(tokens, size, "extend") for tokens, size in sizes if tokens]
 
     def capture_decodes(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         graphs = [(shape, tail) for shape in self.decode_shapes() for tail in self._tails_of(shape)]

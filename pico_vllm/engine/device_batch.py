@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -46,20 +47,21 @@ COUNT_WORDS = 1 << 15
 """Of a turn, at least: ids from which penalty counts are made."""
 
 
+Kind = Literal["decode", "fresh", "extend", "mixed"]
+"""Of a step: all its requests decode; none of them has a context; all are attended alike, by the
+kernel that takes any; or some of each, by a kernel for those that decode, one for those behind a
+context and one for fresh ones, in this order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a forward pass is made for. A batch may be smaller: the rest is padding."""
 
     num_tokens: int
     num_requests: int
-    is_decode: bool
+    kind: Kind
     is_long: bool = False
     """Decoding with long contexts, which attention cuts otherwise."""
-    num_decodes: int = 0
-    """Of a mixed batch made for one step: its first requests decode."""
-    num_fresh: int = 0
-    """How many requests at the end have no context: their attention needs no pool."""
-    num_fresh_tokens: int = 0
     is_shared: bool = False
     """Decoding behind a prefix that many share, which attention reads once."""
 
@@ -67,8 +69,10 @@ class Shape:
         """Where a step's packed fields lie, in words, the number of its turn first: each starts at
         16 bytes, since kernels are compiled anew for addresses that do not."""
         T, R = self.num_tokens, self.num_requests
+        is_mixed = self.kind == "mixed"
+        of_mixed = R * is_mixed, (R + 1) * is_mixed, (R + 1) * is_mixed
         found, at = [], 0
-        for size in (1, T, T, T, R, R, R, R + 1, R * self.is_shared):
+        for size in (1, T, T, T, R, R, R, R + 1, R * self.is_shared, *of_mixed):
             found.append(slice(at, at + size))
             at += -(-size // PIECE) * PIECE
         return found
@@ -78,12 +82,20 @@ class Shape:
         return -(-self.fields()[-1].stop // PIECE) * PIECE
 
 
-def fresh_shape(num_tokens: int, num_requests: int) -> Shape:
-    """Of prompts without a context."""
-    return Shape(
-        num_tokens, num_requests, is_decode=False,
-        num_fresh=num_requests, num_fresh_tokens=num_tokens,
-    )  # fmt: skip
+def kind_of(plan: StepPlan) -> Kind:
+    """The kind whose kernels suit the requests of a plan best."""
+    num_requests, fresh = len(plan.rows), first_fresh(plan)
+    if plan.num_decodes == num_requests:
+        return "decode"
+    if fresh == 0:
+        return "fresh"
+    return "mixed" if plan.num_decodes or fresh < num_requests else "extend"
+
+
+def first_fresh(plan: StepPlan) -> int:
+    """From this request on nobody has a context."""
+    has_context = np.flatnonzero(plan.context_lens)
+    return int(has_context[-1]) + 1 if len(has_context) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,9 @@ class _HostFields:
     sample_at: NDArray[np.int32]
     query_start_loc: NDArray[np.int32]
     prefix_lens: NDArray[np.int32]
+    decode_lens: NDArray[np.int32]
+    older_starts: NDArray[np.int32]
+    fresh_starts: NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -152,7 +167,7 @@ class DeviceBatchBuilder:
         self.last_tokens_W = torch.zeros(W, dtype=torch.int64, device=device)
         self.shared_prefixes = SharedPrefixes(W, M, block_size)
 
-        largest = Shape(max_num_batched_tokens, max_num_seqs, is_decode=False, is_shared=True)
+        largest = Shape(max_num_batched_tokens, max_num_seqs, "mixed")
         # Rows at 64 bytes: Triton's kernels are told that, and read such rows in wide loads.
         most = -(-largest.num_words() // 16) * 16
         self._device_words = torch.zeros(most, dtype=torch.int32, device=device)
@@ -288,6 +303,17 @@ class DeviceBatchBuilder:
             np.subtract(ends[1 : num_requests + 1], 1, out=fields.sample_at[:num_requests])
         if at < len(fields.token_ids) or num_requests < len(fields.rows):
             self._pad(fields, at, num_requests)
+        if len(fields.decode_lens):
+            self._tell_apart(fields, plan)
+
+    def _tell_apart(self, fields: _HostFields, plan: StepPlan) -> None:
+        """For each kind of request, all others of the step have no tokens."""
+        n, starts = plan.num_decodes, fields.query_start_loc
+        fresh_token = starts[first_fresh(plan)]
+        fields.decode_lens[:n] = fields.seq_lens[:n]
+        fields.decode_lens[n:] = 0
+        np.clip(starts, n, fresh_token, out=fields.older_starts)
+        np.maximum(starts, fresh_token, out=fields.fresh_starts)
 
     def _pad(self, fields: _HostFields, num_tokens: int, num_requests: int) -> None:
         fields.token_ids[num_tokens:] = 0
@@ -298,6 +324,9 @@ class DeviceBatchBuilder:
         fields.sample_at[num_requests:] = 0
         fields.query_start_loc[num_requests + 1 :] = num_tokens
         fields.prefix_lens[num_requests:] = 0
+        if num_tokens == 0:
+            for each in (fields.decode_lens, fields.older_starts, fields.fresh_starts):
+                each.fill(0)
 
     def _send_changes(self, plan: StepPlan) -> None:
         if not plan.new_rows and not plan.new_blocks:
@@ -370,9 +399,14 @@ class DeviceBatchBuilder:
 
     def _make(self, shape: Shape) -> _ForShape:
         T = shape.num_tokens
-        ids, token_rows, positions, rows, seq_lens, sample_at, starts, prefix_lens = (
-            self._device_words[field] for field in shape.fields()[1:]
-        )
+        (
+            ids, token_rows, positions, rows, seq_lens, sample_at, starts, prefix_lens,
+            decode_lens, older_starts, fresh_starts,
+        ) = (self._device_words[field] for field in shape.fields()[1:])  # fmt: skip
+        if shape.kind == "extend":
+            older_starts = starts
+        elif shape.kind == "fresh":
+            fresh_starts = starts
         batch = ForwardBatch(
             token_ids=ids,
             positions=positions,
@@ -380,7 +414,7 @@ class DeviceBatchBuilder:
             block_table=self.block_table_WM,
             seq_lens=seq_lens,
             query_start_loc=starts,
-            num_decodes=T if shape.is_decode else shape.num_decodes,
+            num_decodes=T if shape.kind == "decode" else 0,
             rows=NO_ROWS,
             context_lens=NO_ROWS,
             query_lens=NO_ROWS,
@@ -391,9 +425,10 @@ class DeviceBatchBuilder:
                 sample_at=sample_at,
                 block_size=self._block_size,
                 is_long=shape.is_long,
-                fresh_request=shape.num_requests - shape.num_fresh,
-                fresh_token=T - shape.num_fresh_tokens,
-                prefix_lens=prefix_lens if shape.is_shared else None,
+                prefix_lens=_any(prefix_lens),
+                decode_lens=_any(decode_lens),
+                older_starts=_any(older_starts),
+                fresh_starts=_any(fresh_starts),
             ),
         )
         return _ForShape(batch, {})
@@ -408,3 +443,8 @@ class DeviceBatchBuilder:
     def _pinned(self, *shape: int) -> _Pinned:
         is_pinned = self._device.type == "cuda"
         return _Pinned(torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned))
+
+
+def _any(field_of_device: Tensor) -> Tensor | None:
+    """None where a shape does not have it."""
+    return field_of_device if len(field_of_device) else None

@@ -136,7 +136,7 @@ def profile_activations(
     Runs them on padding, so it needs no KV. Raises ConfigError where even that does not fit.
     """
     from pico_vllm.engine.cuda_graph import MAX_EXTEND_TOKENS
-    from pico_vllm.engine.device_batch import Shape, fresh_shape
+    from pico_vllm.engine.device_batch import Shape
     from pico_vllm.kernels.paged_prefill import MOST_ROWS_OF_SMALL_TILES
 
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
@@ -149,18 +149,18 @@ def profile_activations(
         )  # fmt: skip
         kept_bytes = torch.cuda.memory_allocated(device) - before
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        largest = Shape(tokens, rows, is_decode=False)
+        largest = Shape(tokens, rows, "extend")
         in_graph = min(tokens, MAX_EXTEND_TOKENS)
-        largest_in_graph = Shape(in_graph, min(rows, in_graph), is_decode=False)
+        largest_in_graph = Shape(in_graph, min(rows, in_graph), "extend")
         # Prompts' attention has small tiles with keys in splits, and with those that are whole, of
         # which the most tokens are certain to be.
         most = (MOST_ROWS_OF_SMALL_TILES - 1) // model_config.num_heads
         short, medium = min(tokens, 128), min(tokens, most)
-        of_first_answer = fresh_shape(min(tokens, 16), 1), Shape(1, 1, is_decode=True)
+        of_first_answer = Shape(min(tokens, 16), 1, "fresh"), Shape(1, 1, "decode")
         runner.compile(
             (
-                largest, largest_in_graph, Shape(short, 1, is_decode=False), fresh_shape(short, 1),
-                Shape(medium, 1, is_decode=False), Shape(rows, rows, is_decode=True),
+                largest, largest_in_graph, Shape(short, 1, "extend"), Shape(short, 1, "fresh"),
+                Shape(medium, 1, "extend"), Shape(rows, rows, "decode"),
                 *of_first_answer,
             )
         )  # fmt: skip

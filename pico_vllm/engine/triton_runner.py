@@ -22,7 +22,7 @@ from torch import Tensor
 from pico_vllm.cache.tiers.streams import TierStreams
 from pico_vllm.cache.triton_kv import TritonKV
 from pico_vllm.engine.cuda_graph import CudaGraphs, Tail, own_lens
-from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
+from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape, kind_of
 from pico_vllm.engine.model_runner import PendingResult
 from pico_vllm.engine.prompt_logprobs import PromptLogprobs
 from pico_vllm.engine.shared_prefixes import SharedPrefix
@@ -355,7 +355,7 @@ class TritonRunner:
         assert self.graphs is not None
         if self.graphs.has(shape, tail):
             return True
-        if not shape.is_decode and (shape, tail) not in self._came_once:
+        if shape.kind != "decode" and (shape, tail) not in self._came_once:
             self._came_once.add((shape, tail))
             return False
         try:
@@ -372,7 +372,9 @@ class TritonRunner:
 
     @torch.inference_mode()
     def _prepare(self, shape: Shape, tail: Tail) -> None:
-        self._forward(self._batch_builder.stage_padding(shape), tail)
+        batch = self._batch_builder.stage_padding(shape)
+        if (shape, tail) not in self._came_once:  # else that step has seen to it
+            self._forward(batch, tail)
 
     def _forward(self, batch: ForwardBatch, tail: Tail, *, wants_all: bool = False) -> Tensor:
         """The last tokens' hidden states go through the tail; returned, of all tokens if wanted."""
@@ -466,17 +468,9 @@ class TritonRunner:
 
 
 def _exact_shape(plan: StepPlan, shared: SharedPrefix | None) -> Shape:
-    num_requests = len(plan.rows)
-    is_decode = plan.num_decodes == num_requests
-    has_context = np.flatnonzero(plan.context_lens)
-    first_fresh = max(plan.num_decodes, int(has_context[-1]) + 1 if len(has_context) else 0)
+    kind = kind_of(plan)
     return Shape(
-        plan.num_tokens,
-        num_requests,
-        is_decode=is_decode,
-        is_long=are_long(own_lens(plan, shared)[: plan.num_decodes]),
-        num_decodes=plan.num_decodes,
-        num_fresh=num_requests - first_fresh,
-        num_fresh_tokens=int(plan.query_lens[first_fresh:].sum()),
+        plan.num_tokens, len(plan.rows), kind,
+        is_long=kind == "decode" and are_long(own_lens(plan, shared)),
         is_shared=shared is not None,
-    )
+    )  # fmt: skip

@@ -45,7 +45,6 @@ from pico_vllm.kernels.paged_decode import (
     PREFIX_STEP,
     AttendedPrefix,
     DecodeScratch,
-    out_for,
     paged_decode_reference,
 )
 
@@ -475,7 +474,6 @@ def hopper_rope_decode(
     is_long: bool = False,
     config: HopperDecodeConfig | None = None,
     prefix: AttendedPrefix | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and attention over all.
 
@@ -494,12 +492,11 @@ def hopper_rope_decode(
         is_long          whether contexts are long (paged_decode.are_long); right for any lengths
         config           decode_config's choice where None; its splits must fit the scratch
         prefix           what shared_prefix.attend_prefix left for a config of as many splits
-        returns          [R, H, D], dtype of qkv; softmax and sums in fp32. Written to `out` if
-                         given, contiguous
+        returns          [R, H, D], dtype of qkv; softmax and sums in fp32
 
     Raises:
         ValueError: heads, head dim, block size, dtype or scale the kernel cannot take, or shapes,
-            strides, addresses, a scratch or an `out` that do not fit.
+            strides, addresses or a scratch that do not fit.
 
     Not checked, as it would stall the stream: block ids in range. Nor that the device is a Hopper
     with Gluon: can_take. Lengths, table and the KV of earlier tokens are read before the kernel
@@ -541,7 +538,9 @@ def hopper_rope_decode(
             f"need {needed}"
         )
     kv_desc = _blocks_of(k_BGSD, v_BGSD, qkv_RND.dtype, head_dim)
-    out_RHD = out_for(qkv_RND, (num_requests, num_heads, head_dim), out)
+    out_RHD = torch.empty(
+        (num_requests, num_heads, head_dim), dtype=qkv_RND.dtype, device=qkv_RND.device
+    )
     options: dict[str, Any] = launch_options(qkv_RND.device)
     _hopper_decode_kernel[(num_requests * num_kv_heads * config.num_splits,)](
         kv_desc, qkv_RND, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R,

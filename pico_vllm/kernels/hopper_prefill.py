@@ -359,7 +359,8 @@ def hopper_prefill(
         q_THD            bf16 or fp16, D 64 or 128; tokens may lie apart, heads not
         k/v_TGD          [T, G, D], dtype of q, likewise; H / G even
         query_start_loc  [R + 1] int32; request r owns tokens query_start_loc[r] to [r + 1]. What
-                         follows the last request is padding
+                         lies before the first request is left alone, what follows the last one is
+                         padding
         returns          [T, H, D], dtype of q; softmax and sums in fp32. Written to `out` if given,
                          of which the last dim is contiguous
 

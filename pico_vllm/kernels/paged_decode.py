@@ -462,6 +462,7 @@ def paged_decode(
     scratch: DecodeScratch,
     is_long: bool = True,
     config: DecodeConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend one new token per request over its paged KV, which is stored already.
 
@@ -473,10 +474,11 @@ def paged_decode(
         seq_lens_R     int32, tokens, counting the token being decoded
         is_long        whether to cut few requests into more splits; right for any lengths
         config         decode_config's choice where None; its splits must fit the scratch
-        returns        [R, H, D], dtype of q; softmax and sums in fp32
+        returns        [R, H, D], dtype of q; softmax and sums in fp32. Written to `out` if given,
+                       contiguous
 
     Raises:
-        ValueError: H is not a multiple of G, or dtypes, strides or the scratch do not fit.
+        ValueError: H is not a multiple of G, or dtypes, strides, the scratch or `out` do not fit.
 
     Not checked, as it would stall the stream: block ids in range. A row with seq_len 0 gives zeros.
     Same answer as paged_decode_reference. The bits of a request depend on R and
@@ -498,6 +500,7 @@ def paged_decode(
         scale,
         scratch,
         config or _config_of(q_RHD, k_BGSD, is_long=is_long),
+        out=out,
     )
 
 
@@ -519,7 +522,6 @@ def rope_paged_decode(
     is_long: bool = True,
     config: DecodeConfig | None = None,
     prefix: AttendedPrefix | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """RoPE (after QK-norm where weights are given), store of the new KV and paged_decode in one.
 
@@ -529,10 +531,9 @@ def rope_paged_decode(
         prefix         what shared_prefix.attend_prefix left for a config of as many splits, at most
                        MAX_SPLITS_IN_PLACE
         the rest       as paged_decode; the pool is written at position seq_len - 1 of each request
-        out            contiguous, written to and returned if given
 
     Raises:
-        ValueError: as paged_decode, or an `out` that does not fit.
+        ValueError: as paged_decode.
 
     Same answer as rope_store_kv and paged_decode, but for the new token's score, which is summed in
     another order. A row with seq_len 0 stores nothing and gives zeros.
@@ -557,7 +558,6 @@ def rope_paged_decode(
         config or _config_of(qkv_RND, k_BGSD, is_long=is_long),
         rope,
         prefix,
-        out,
     )
 
 
@@ -595,7 +595,14 @@ def _launch(
             f"the scratch holds {scratch.partials.numel()} partial sums; {num_requests} requests "
             f"need {needed}"
         )
-    out_RHD = out_for(q, (num_requests, num_heads, head_dim), out)
+    shape = (num_requests, num_heads, head_dim)
+    if out is None:
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    elif out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} with strides {out.stride()}; it must be "
+            f"{shape} {q.dtype}, contiguous"
+        )
     cos, sin, q_norm, k_norm, eps = rope or (q, q, None, None, 0.0)
     options: dict[str, Any] = launch_options(q.device)
     group = num_heads // num_kv_heads
@@ -605,7 +612,7 @@ def _launch(
     limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     _paged_decode_kernel[(num_requests * num_kv_heads * splits,)](
         q, k_BGSD, v_BGSD, block_table_WM, rows_R, seq_lens_R,
-        seq_lens_R if prefix is None else prefix.lens_R, out_RHD,
+        seq_lens_R if prefix is None else prefix.lens_R, out,
         scratch.partials, scratch.stats, scratch.counters,
         cos, sin, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
         scale * LOG2_E, eps,
@@ -623,21 +630,9 @@ def _launch(
     )  # fmt: skip
     if not is_in_place:
         _combine_kernel[(num_requests * num_kv_heads, group, cdiv(head_dim, COMBINE_D))](
-            scratch.partials, scratch.stats, seq_lens_R, out_RHD, splits,
+            scratch.partials, scratch.stats, seq_lens_R, out, splits,
             MOST=MAX_SPLITS, BLOCK_D=COMBINE_D, **heads, **cut, num_warps=4, **options,
         )  # fmt: skip
-    return out_RHD
-
-
-def out_for(q: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
-    """`out` where it is given and fits, else new memory."""
-    if out is None:
-        return torch.empty(shape, dtype=q.dtype, device=q.device)
-    if out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"out is {tuple(out.shape)} {out.dtype} with strides {out.stride()}; it must be "
-            f"{shape} {q.dtype}, contiguous"
-        )
     return out
 
 

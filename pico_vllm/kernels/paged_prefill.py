@@ -201,17 +201,14 @@ def _part_of_split(
     return begin, tl.where(is_last, num_unmasked, end), tl.where(is_last, num_keys, end), num_used
 
 
-# Specialised on no count, nor on where a mixed step's rows lie behind those that decode: steps of
-# all sizes share one compiled kernel, and one more where keys are cut.
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_requests", "num_splits"],
-    do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"],
-)
+# Specialised on no count: steps of all sizes share one compiled kernel, and one more where keys are
+# cut.
+@triton.jit(do_not_specialize=["num_tokens", "num_padded", "num_requests", "num_splits"])
 def _paged_prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_new, v_new,
     table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, out_ptr,
     partial_ptr, stats_ptr, num_used_ptr,
-    num_tokens, num_requests, num_splits, scale_log2,
+    num_tokens, num_padded, num_requests, num_splits, scale_log2,
     stride_qt, stride_qh, stride_b, stride_g, stride_s, stride_w, stride_ot, stride_oh,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
@@ -228,8 +225,8 @@ def _paged_prefill_kernel(
     tile = tl.program_id(0) // NUM_KV_HEADS
 
     # Request r has the tiles from query_start_loc[r] // TILE_TOKENS + r on, which leaves room for
-    # one partly filled tile a request. The tokens after the last request are one more, which sees
-    # nothing.
+    # one partly filled tile a request. The tokens after the last request, up to num_padded, are one
+    # more, which sees nothing.
     r = 0
     last = num_requests
     while r < last:
@@ -240,7 +237,7 @@ def _paged_prefill_kernel(
             last = middle - 1
     is_request = r < num_requests
     query_start = tl.load(query_start_loc_ptr + r)
-    query_end = tl.load(query_start_loc_ptr + r + 1, mask=is_request, other=num_tokens)
+    query_end = tl.load(query_start_loc_ptr + r + 1, mask=is_request, other=num_padded)
     query_len = query_end - query_start
     # A prompt's last tile takes longest, so its first program gets it; and the oldest prompt, whose
     # context may be long where its chunk is short, comes first: no program is left to end alone.
@@ -460,6 +457,7 @@ def paged_prefill(
     scale: float,
     new_kv_TGD: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
+    has_padding: bool = True,
     scratch: PrefillScratch | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
@@ -472,7 +470,9 @@ def paged_prefill(
                          ceil(seq_len / S) are never read
         rows_R           [R] int32, each request's row of the block table
         query_start_loc  [R + 1] int32; request r owns tokens query_start_loc[r] to [r + 1], the
-                         last of its seq_len positions. What follows the last request is padding
+                         last of its seq_len positions. What lies before the first request is left
+                         alone, and so is what follows the last one if not has_padding; with
+                         splits there must be neither
         new_kv_TGD       keys, rotated, and values of q's tokens, the same as in the pool: [T, G, D]
                          each, heads contiguous. Read where that is faster
         seq_lens_R       [R] int32, tokens, counting the new ones
@@ -538,6 +538,8 @@ def paged_prefill(
             raise ValueError("the config wants this step's keys and values in one piece")
         k_new, v_new = (_rounds_of(x, q_THD, num_kv_heads, config.block_n) for x in new_kv_TGD)
     has_splits = config.num_splits > 1
+    if has_splits and not has_padding:
+        raise ValueError("splits are added up for all tokens: none may be another kernel's")
     sums: tuple[Tensor | None, ...] = (None, None, None)
     if has_splits:
         sums = _checked_scratch(scratch, q_THD, config)
@@ -548,7 +550,8 @@ def paged_prefill(
     _paged_prefill_kernel[(num_tiles * num_kv_heads, config.num_splits)](
         q_THD, k_BGSD, v_BGSD, k_new, v_new,
         block_table_WM, rows_R, query_start_loc, seq_lens_R, out,
-        *sums, num_tokens, num_requests, config.num_splits, scale * LOG2_E,
+        *sums, num_tokens, num_tokens if has_padding else 0, num_requests, config.num_splits,
+        scale * LOG2_E,
         *q_THD.stride()[:2], *k_BGSD.stride()[:3], block_table_WM.stride(0), *out.stride()[:2],
         NUM_KV_HEADS=num_kv_heads, GROUP=group,
         D=head_dim, D_PAD=head_dim_pad, S=block_size,

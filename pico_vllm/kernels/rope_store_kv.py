@@ -81,8 +81,7 @@ def _load_sum(x_ptrs, stride_z, bias, mask, NUM_PARTS: tl.constexpr, HAS_BIAS: t
     return total
 
 
-# Behind the decoding rows of a mixed step these lie anywhere.
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
+@triton.jit
 def _rope_store_kv_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slot_mapping_ptr, k_ptr, v_ptr, out_ptr,
     bias_ptr, q_norm_ptr, k_norm_ptr, eps,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled import resources_of
 from pairwise import pairwise
-from test_paged_decode import Fused, check_fused, check_out, fused
+from test_paged_decode import Fused, check_fused, fused
 from torch import Tensor
 
 from pico_vllm.kernels import hopper_decode as source
@@ -142,21 +142,6 @@ def test_shapes_on_cpu(
         block_size=block_size, device=CPU,
     )  # fmt: skip
     check_on_cpu(made, Config(num_splits=2, num_blocks=2, num_stages=2, min_rounds=1))
-
-
-@needs_gluon
-def test_memory_that_is_there_on_cpu() -> None:
-    """As rope_paged_decode."""
-    from gluon_on_cpu import written_before
-
-    made = made_with([33, 1, 16], device=CPU)
-    kernel = emulated()
-
-    def decode(qkv: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        with written_before(made.qkv_RND):
-            return kernel(qkv, *arguments, **options)
-
-    check_out(made, decode)
 
 
 @needs_gluon

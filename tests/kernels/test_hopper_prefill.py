@@ -97,6 +97,18 @@ def made_on_cpu(query_lens: list[int], **options: Any) -> Step:
 
 
 @needs_gluon
+def test_tokens_before_the_first_request_on_cpu() -> None:
+    """They are another kernel's: left alone, as keys too."""
+    step = made_on_cpu([70, 0, 30, 65], num_padding=5)
+    alone = check(made_on_cpu([70, 0, 30, 65], num_padding=5), emulated())
+    step.starts = step.starts.clamp(min=70)
+    out = step.out()
+    scale = step.q_THD.shape[2] ** -0.5
+    emulated()(step.q_THD, step.k_TGD, step.v_TGD, step.starts, scale=scale, out=out)
+    assert out[:70].isnan().all() and torch.equal(out[70:], alone[70:])
+
+
+@needs_gluon
 @pytest.mark.parametrize("query_lens", [[63, 64, 0, 65], [127, 1, 128, 129], [0, 600, 0]])
 def test_source_on_cpu(query_lens: list[int]) -> None:
     """Requests one token shorter and longer than tiles and rounds, empty ones and padding: the

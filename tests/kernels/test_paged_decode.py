@@ -245,31 +245,24 @@ def test_fused_rope_store_and_attention(has_norm: bool) -> None:
     check_fused(made)
 
 
-def check_out(made: Fused, decode: Callable[..., Tensor]) -> None:
+def test_into_memory_that_is_there() -> None:
     """What is given to be written to gets the answer, and nothing around it."""
-    H, D = made.q_rot.shape[1:]
-    around = torch.full((len(made.qkv_RND) + 2, H, D), float("nan"))
-    out = around.to(made.qkv_RND)[1:-1]
-    whole = out._base
-    assert whole is not None
+    made = fused([5, 33], group=3, head_dim=64, dtype=torch.float32, has_norm=False)
+    it = made.it
+    around = torch.full((4, *made.q_rot.shape[1:]), float("nan"), device=DEVICE)
+    out = around[1:-1]
 
-    def run() -> Tensor:
-        assert made.decoded_by(decode, out=out) is out
-        return out
+    def run(out: Tensor | None) -> Tensor:
+        return paged_decode(
+            made.q_rot.to(DEVICE), it.k_BGSD, it.v_BGSD, it.table, it.rows, it.seq_lens,
+            scale=made.scale, scratch=it.scratch, out=out,
+        )  # fmt: skip
 
-    check_fused(made, run)
-    assert whole[[0, -1]].isnan().all()
+    assert run(out) is out
+    assert torch.equal(out, run(None)) and around[[0, -1]].isnan().all()
     for wrong in (out[:-1], out.double(), torch.empty_like(out).transpose(0, 1)):
         with pytest.raises(ValueError, match=r"out is .* it must be .* contiguous"):
-            made.decoded_by(decode, out=wrong)
-
-
-def test_fused_into_memory_that_is_there() -> None:
-    """As a step does that puts prompts' tokens behind."""
-    check_out(
-        fused([5, 33], group=3, head_dim=64, dtype=torch.float32, has_norm=False),
-        rope_paged_decode,
-    )
+            run(wrong)
 
 
 @pytest.mark.memcheck

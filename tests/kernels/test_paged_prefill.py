@@ -184,6 +184,30 @@ def test_padding(second: int, num_padding: int) -> None:
     assert not out[9:].any() and out[:9].all()
 
 
+@pytest.mark.memcheck
+@pytest.mark.parametrize("first", [1, 2])
+def test_tokens_of_other_kernels(first: int) -> None:
+    """What lies before the first request that has tokens, and behind the last one if that is no
+    padding, is left alone: tiles of 10 tokens, and others' that are cut there or not."""
+    query_lens, seq_lens = [10, 13, 7, 21], [30, 13, 40, 50]
+    step = made(query_lens, seq_lens, num_padding=9)
+    whole = check(step)
+    start, end = sum(query_lens[:first]), sum(query_lens[:3])
+    out = torch.full_like(whole, float("nan"))
+    paged_prefill(
+        step.q_THD, step.k_BGSD, step.v_BGSD, step.table, step.rows,
+        step.starts.clamp(start, end), step.seq_lens,
+        scale=step.scale, out=out, has_padding=False, config=SMALL,
+    )  # fmt: skip
+    assert torch.equal(out[start:end], whole[start:end])
+    assert out[:start].isnan().all() and out[end:].isnan().all()
+    with pytest.raises(ValueError, match="none may be another kernel's"):
+        paged_prefill(
+            *step.arguments, scale=step.scale, has_padding=False,
+            config=replace(SMALL, num_splits=2, few_rounds=1),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_new_keys_from_one_piece(head_dim: int) -> None:
     """This step's keys, read where they lie in one piece, give the bits that the pool gives: fresh

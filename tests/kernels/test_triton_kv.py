@@ -31,14 +31,18 @@ def attend(
     *,
     num_decodes: int = 0,
     num_fresh: int = 0,
+    is_mixed: bool = False,
+    takes_fresh: bool = False,
     head_dim: int = D,
     only_last: bool = False,
     is_batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What is attended, and the pool. num_fresh: at the end, those that a kernel for prompts
-    without a context takes."""
-    lens = [n for _, n in requests]
-    num_tokens, R = sum(lens), len(requests)
+    """What is attended, and the pool. is_mixed: each kind by its own kernel, num_decodes of the
+    requests at the beginning and num_fresh at the end. What the projection has beyond the requests'
+    tokens is padding, and of a mixed step there are padded requests too."""
+    num_padded = 2 * is_mixed
+    lens = [n for _, n in requests] + [0] * num_padded
+    num_tokens, num_all, R = sum(lens), parts_SMN.shape[1], len(lens)
     rope = Rope(RopeConfig(theta=10000.0), head_dim, 64, DEVICE)
     model: Any = SimpleNamespace(num_heads=H, num_kv_heads=G, num_layers=1, head_dim=head_dim)
     kv = TritonKV(
@@ -46,33 +50,52 @@ def attend(
         sin_PD=rope.sin_PD, dtype=torch.float32, device=DEVICE,
         is_batch_invariant=is_batch_invariant,
     )  # fmt: skip
-    kv.takes_fresh = num_fresh > 0
+    kv.takes_fresh = takes_fresh
     generator = torch.Generator().manual_seed(3)
-    kv.device_pool.copy_(torch.randn(kv.device_pool.shape, generator=generator))
-    order = torch.randperm(4 * R, generator=generator) + 1
-    table = order.view(R, 4).int()
+    # Of one size whatever is padded, so that pools can be compared.
+    content = torch.randn(
+        4 * (len(requests) + 2) + 1, *kv.device_pool.shape[1:], generator=generator
+    )
+    kv.device_pool.copy_(content[: len(kv.device_pool)])
+    order = torch.randperm(4 * len(requests), generator=generator) + 1
+    table = torch.zeros(R, 4, dtype=torch.int32)
+    table[: len(requests)] = order.view(-1, 4)
     positions = torch.cat([torch.arange(c, c + n) for c, n in requests])
     rows = torch.repeat_interleave(torch.arange(R), torch.tensor(lens))
     slots = table[rows, positions // S].long() * S + positions % S
+    padding = torch.full((num_all - num_tokens,), -1)
     ends = torch.tensor(lens).cumsum(0)
 
     def ints(values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device=DEVICE)
 
+    def starts_of(first: int, last: int) -> Tensor:
+        """Where the requests from first to before last begin; all others have no tokens."""
+        own = [n if first <= r < last else 0 for r, n in enumerate(lens)]
+        return ints(torch.tensor([sum(lens[:first]), *own]).cumsum(0))
+
+    starts, seq_lens = starts_of(0, R), ints([c + n for c, n in requests] + [0] * num_padded)
+    fresh = len(requests) - num_fresh
     feed = SimpleNamespace(
-        table_rows=ints(range(R)), is_long=False, prefix_lens=None, fresh_request=R - num_fresh,
-        fresh_token=num_tokens - sum(lens[R - num_fresh :]), sample_at=(ends - 1).to(DEVICE),
+        table_rows=ints(range(R)), is_long=False, prefix_lens=None,
+        sample_at=(ends - 1).clamp(min=0).to(DEVICE),
+        decode_lens=None, older_starts=starts, fresh_starts=None,
     )  # fmt: skip
+    if is_mixed:
+        feed.decode_lens = seq_lens * ints([1] * num_decodes + [0] * (R - num_decodes))
+        feed.older_starts = starts_of(num_decodes, fresh)
+        feed.fresh_starts = starts_of(fresh, len(requests))
     batch: Any = SimpleNamespace(
-        feed=feed, num_decodes=num_decodes, num_tokens=num_tokens, block_table=ints(table),
-        seq_lens=ints([c + n for c, n in requests]),
-        query_start_loc=ints([0, *ends.tolist()]), positions=ints(positions),
-        slot_mapping=slots.to(DEVICE),
+        feed=feed, num_decodes=0, num_tokens=num_all, block_table=ints(table), seq_lens=seq_lens,
+        query_start_loc=starts, positions=ints(torch.cat((positions, padding))),
+        slot_mapping=torch.cat((slots, padding)).to(DEVICE),
     )  # fmt: skip
     step = kv.for_step(batch)
     if len(parts_SMN) > 1:
         assert step.adds_parts
-    return step.rotate_and_attend(0, parts_SMN, bias_N, None, only_last=only_last), kv.device_pool
+    attended = step.rotate_and_attend(0, parts_SMN, bias_N, None, only_last=only_last)
+    num_wanted = len(requests) if only_last else num_tokens
+    return attended[:num_wanted], kv.device_pool[: 4 * len(requests) + 1]
 
 
 def projection(num_parts: int, requests: Requests, head_dim: int = D) -> Tensor:
@@ -97,6 +120,7 @@ def test_prompts_of_a_projection_in_parts(has_bias: bool, only_last: bool) -> No
     torch.testing.assert_close(pool, expected_pool, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("takes_fresh", [False, True])
 @pytest.mark.parametrize("only_last", [False, True])
 @pytest.mark.parametrize(
     ("requests", "num_decodes", "num_fresh", "head_dim"),
@@ -107,26 +131,29 @@ def test_prompts_of_a_projection_in_parts(has_bias: bool, only_last: bool) -> No
         ([(37, 5), (0, 9)], 0, 1, D),
     ],
 )
-def test_each_kind_of_request_has_its_own_tokens(
-    requests: Requests, num_decodes: int, num_fresh: int, only_last: bool, head_dim: int,
-    monkeypatch: pytest.MonkeyPatch,
+def test_each_kind_of_request_has_its_own_kernel(
+    requests: Requests, num_decodes: int, num_fresh: int, head_dim: int, only_last: bool,
+    takes_fresh: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Those that decode, that go on behind a context and that are fresh, each by its own kernel:
-    attention and pool are those of one kernel for all."""
+    """Those that decode, that go on behind a context and that are fresh, among padding of either
+    kind: attention and pool are those of one kernel for all."""
     taken = []
 
-    def prefill(q_THD: Tensor, *around: Tensor, scale: float, out: Tensor) -> None:
-        taken.append(len(q_THD))
-        out.copy_(hopper_prefill_reference(q_THD, *around, scale=scale))
+    def prefill(*arguments: Tensor, scale: float, out: Tensor) -> None:
+        starts = arguments[3].tolist()
+        taken.append(starts[-1] - starts[0])
+        out[starts[0] :] = hopper_prefill_reference(*arguments, scale=scale)[starts[0] :]
 
     monkeypatch.setattr(triton_kv, "hopper_prefill", prefill)
     qkv = projection(1, requests, head_dim)
-    sizes: dict[str, Any] = {"num_decodes": num_decodes, "head_dim": head_dim}
-    expected, expected_pool = attend(
-        qkv, None, requests, is_batch_invariant=True, only_last=only_last, **sizes
-    )
-    found, pool = attend(qkv, None, requests, num_fresh=num_fresh, only_last=only_last, **sizes)
+    sizes: dict[str, Any] = {"only_last": only_last, "head_dim": head_dim}
+    expected, expected_pool = attend(qkv, None, requests, is_batch_invariant=True, **sizes)
+    padded = torch.cat((qkv, torch.full_like(qkv[:, :3], 7.0)), 1)
+    found, pool = attend(
+        padded, None, requests, is_mixed=True, num_decodes=num_decodes, num_fresh=num_fresh,
+        takes_fresh=takes_fresh, **sizes,
+    )  # fmt: skip
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(pool, expected_pool, atol=1e-5, rtol=1e-5)
     num_tokens = sum(n for _, n in requests[len(requests) - num_fresh :])
-    assert taken == ([num_tokens] if num_fresh and not only_last else [])
+    assert taken == ([num_tokens] if takes_fresh and not only_last else [])

@@ -104,7 +104,7 @@ def test_same_answers_as_plain_operations(model: Path) -> None:
         runner = llm.engine._runner
         pool = runner._kv.device_pool[1:].view(torch.uint8)
         before, last_tokens = pool.clone(), runner._batch_builder.last_tokens_W[:-1].clone()
-        for shape in (Shape(2, 2, is_decode=True), Shape(8, 2, is_decode=False)):
+        for shape in (Shape(2, 2, "decode"), Shape(8, 2, "extend")):
             for tail in ("sample", "full"):
                 runner.run_padding(shape, tail)
         assert torch.equal(before, pool)
@@ -150,7 +150,7 @@ def test_the_likeliest_alone_where_nobody_asks_for_more(
             assert [each.outputs[0].token_ids for each in outputs] == [ids[:2] for ids in wanted]
             assert num_taken and set(num_taken) == {2}
         llm.engine._runner.capture_decodes(lambda *_: None)
-        tails = {(s.num_requests, t) for s, t in llm.engine._runner.graphs._graphs if s.is_decode}
+        tails = {(s.num_requests, t) for s, t in llm.engine._runner.graphs._graphs if s.kind == "decode"}
         assert tails == {(1, "sample"), (1, "full"), *((2, t) for t in get_args(Tail))}
         num_taken.clear()
         outputs = llm.generate(PROMPTS, params)
@@ -259,8 +259,11 @@ def test_fresh_prompts_beside_older_ones(model: Path, monkeypatch: pytest.Monkey
     seen: list[list[int]] = []
 
     def attend_fresh(*tensors: torch.Tensor, scale: float, out: torch.Tensor) -> torch.Tensor:
-        seen.append(tensors[3].tolist())
-        return out.copy_(hopper_prefill_reference(*(x.cpu() for x in tensors), scale=scale))
+        starts = tensors[3].tolist()
+        seen.append(starts)
+        attended = hopper_prefill_reference(*(x.cpu() for x in tensors), scale=scale)
+        out[starts[0] :] = attended[starts[0] :]
+        return out
 
     monkeypatch.setattr(triton_kv, "can_take", lambda *_: True)
     monkeypatch.setattr(triton_kv, "hopper_prefill", attend_fresh)
@@ -273,7 +276,7 @@ def test_fresh_prompts_beside_older_ones(model: Path, monkeypatch: pytest.Monkey
         seen.clear()  # what was compiled at the start
         # Steps of 1 + 7, of 1 + 3 + 3, and of decoding.
         found = llm.generate(prompts, params)
-    assert seen == [[0, 1, 8], [0, 3]]
+    assert seen == [[0, 1, 8], [4, 4, 4, 7]]
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
         values = [
@@ -432,7 +435,7 @@ def test_captures_between_steps(model: Path, wanted: list[list[int]]) -> None:
 
         def launch_and_pad(plan: StepPlan) -> Any:
             pending = launch(plan)
-            runner._prepare(Shape(2, 2, is_decode=True), "sample")
+            runner._prepare(Shape(2, 2, "decode"), "sample")
             return pending
 
         builder.fetch, runner.launch = fetch_and_see, launch_and_pad

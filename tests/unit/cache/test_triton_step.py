@@ -28,7 +28,6 @@ def step(num_tokens: int, num_decodes: int, **kv: Any) -> TritonStep:
         (128, 128, {}, True),
         (25, 25, {}, True),
         (24, 24, {}, False),  # of two KV heads: too few for the kernel that adds them up
-        (128, 127, {}, False),
         (128, 0, {}, True),
         (8192, 0, {"takes_many": False}, True),
         (128, 0, {"prefill_config": object()}, False),
@@ -41,5 +40,5 @@ def test_who_adds_parts(
     num_tokens: int, num_decodes: int, kv: dict[str, Any], expected: bool
 ) -> None:
     """Steps whose requests all decode, many of them, where the kernel runs that adds parts up; and
-    steps of prompts alone."""
+    steps with prompts."""
     assert step(num_tokens, num_decodes, **kv).adds_parts is expected

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pico_vllm.engine.cuda_graph import CudaGraphs, Tail, decode_sizes
+from pico_vllm.engine.device_batch import Shape
 from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.step import StepPlan
 
@@ -89,7 +90,7 @@ def test_few_tokens_behind_a_context_get_little_padding() -> None:
             decode_plan(1, 2083), query_lens=np.array([num_tokens], np.int32), num_decodes=0
         )
         shape = made.shape_of(plan)
-        assert shape is not None and shape.num_requests == 1 and shape.num_fresh == 0
+        assert shape is not None and shape.num_requests == 1 and shape.kind == "extend"
         assert num_tokens <= shape.num_tokens < num_tokens + 8
 
 
@@ -97,6 +98,57 @@ def test_few_tokens_behind_a_context_get_little_padding() -> None:
 def test_extends_of_each_number_of_requests_fit_the_budget(budget: int) -> None:
     shapes = graphs(256, 4096, budget).extend_shapes()
     assert [s.num_requests for s in shapes] == [
-        size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if budget >= 16 and size <= budget
+        size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= budget
     ]
-    assert all(s.num_requests <= s.num_tokens <= budget and not s.is_decode for s in shapes)
+    assert all(s.num_requests <= s.num_tokens <= budget and s.kind == "extend" for s in shapes)
+
+
+def mixed_plan(num_decodes: int, older: list[int], fresh: list[int]) -> StepPlan:
+    """older, fresh: new tokens of each."""
+    query_lens = [1] * num_decodes + older + fresh
+    return replace(
+        decode_plan(len(query_lens), 5),
+        context_lens=np.array([5] * (num_decodes + len(older)) + [0] * len(fresh), np.int32),
+        query_lens=np.array(query_lens, np.int32),
+        num_decodes=num_decodes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "small", "large"),
+    [
+        (mixed_plan(0, [], [9, 9]), "fresh", "fresh"),
+        (mixed_plan(0, [9, 9], []), "extend", "extend"),
+        (mixed_plan(0, [9], [9]), "extend", "mixed"),
+        (mixed_plan(1, [9], []), "extend", "mixed"),
+        (mixed_plan(1, [], [9]), "extend", "mixed"),
+    ],
+)
+def test_kinds(plan: StepPlan, small: str, large: str) -> None:
+    """Each kind of request has its own kernel in large steps alone, and decides in any."""
+    shape = graphs(256, 4096).shape_of(plan)
+    assert shape == Shape(24 if plan.num_tokens > 16 else 16, 2, small)
+    query_lens = plan.query_lens.copy()
+    query_lens[-1] += 5000
+    shape = graphs(256, 9000).shape_of(replace(plan, query_lens=query_lens))
+    assert shape == Shape(5120, 16, large)
+
+
+def test_large_steps() -> None:
+    """All up to a budget have a shape; none of them a sixteenth of padding."""
+    made = graphs(256, 9000, 8448)
+    assert graphs(256, 9000, 8400).shape_of(mixed_plan(1, [8399], [])) == Shape(8400, 16, "mixed")
+    assert graphs(256, 9000, 12288).shape_of(mixed_plan(1, [12287], [])) is not None
+    assert graphs(256, 9000, 16384).shape_of(mixed_plan(1, [12288], [])) is None
+    sizes = {made.shape_of(mixed_plan(1, [num_tokens - 1], [])) for num_tokens in range(4097, 8449)}
+    assert None not in sizes and len(sizes) == 17
+    for num_tokens in (4097, 6000, 8192, 8448):
+        shape = made.shape_of(mixed_plan(1, [num_tokens - 1], []))
+        assert shape is not None and num_tokens <= shape.num_tokens < num_tokens * 17 / 16
+    assert made.shape_of(mixed_plan(1, [8448], [])) is None
+    assert {made.shape_of(mixed_plan(n, [5000], [])).num_requests for n in range(256)} == {
+        1,
+        16,
+        256,
+    }
+    assert made.shape_of(mixed_plan(0, [], [8192])) == Shape(8192, 1, "fresh")

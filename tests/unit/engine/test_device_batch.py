@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Shape
+from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Kind, Shape
 from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.forward_batch import ForwardBatch
 from pico_vllm.sampling_params import SamplingParams
@@ -67,7 +69,7 @@ def _decode_plan(rows: list[int], context_lens: list[int], *, repeats: bool = Fa
 def test_a_prompt_and_its_state() -> None:
     """Ids, places, blocks and sampling parameters arrive; the rest of the shape is padding."""
     builder = _builder()
-    batch = _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, is_decode=False))
+    batch = _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, "extend"))
     assert batch.feed is not None
     assert batch.token_ids.tolist() == [*range(50, 59), 0, 0, 0]
     assert batch.positions.tolist() == [*range(9), -1, -1, -1]
@@ -85,7 +87,7 @@ def test_lengths_of_a_shared_prefix() -> None:
     builder = _builder()
     builder._words.words[:, 1:] = 99  # as other steps may have left them
     plan = _decode_plan([2, 0], [20, 20])
-    shape = Shape(3, 3, is_decode=True, is_shared=True)
+    shape = Shape(3, 3, "decode", is_shared=True)
     shared = SharedPrefix(np.array([16, 16], np.int32), 2, 16)
     for _ in range(TURNS):
         feed = _send(builder, plan, shape, shared).feed
@@ -93,15 +95,60 @@ def test_lengths_of_a_shared_prefix() -> None:
         assert feed.prefix_lens.tolist() == [16, 16, 0]
     feed = builder.stage_padding(shape).feed
     assert feed is not None and feed.prefix_lens is not None and not feed.prefix_lens.any()
-    feed = _send(builder, plan, Shape(2, 2, is_decode=True)).feed
+    feed = _send(builder, plan, Shape(2, 2, "decode")).feed
     assert feed is not None and feed.prefix_lens is None
+
+
+def test_kinds_of_a_mixed_step() -> None:
+    """Each kind has its own requests' tokens and no others'; padding belongs to nobody, whatever
+    steps before have left."""
+    builder = _builder()
+    builder._words.words[:, 1:] = 99
+    builder._tokens |= {row: np.arange(20, dtype=np.int32) for row in range(4)}
+    plan = replace(
+        _decode_plan([2, 0, 3, 1], [9, 5, 4, 0]),
+        query_lens=np.array([1, 3, 2, 4], np.int32), num_decodes=1,
+    )  # fmt: skip
+    shape = Shape(12, 4, "mixed")
+    for _ in range(TURNS):
+        feed = _send(builder, plan, shape).feed
+        assert feed is not None and feed.prefix_lens is None
+        assert feed.decode_lens is not None and feed.decode_lens.tolist() == [10, 0, 0, 0]
+        assert feed.older_starts is not None and feed.older_starts.tolist() == [1, 1, 4, 6, 6]
+        assert feed.fresh_starts is not None and feed.fresh_starts.tolist() == [6, 6, 6, 6, 10]
+    plan = replace(
+        _decode_plan([2, 0], [9, 5]), query_lens=np.array([1, 3], np.int32), num_decodes=1
+    )
+    feed = _send(builder, plan, shape).feed
+    assert feed is not None and feed.decode_lens is not None
+    assert feed.older_starts is not None and feed.fresh_starts is not None
+    assert feed.decode_lens.tolist() == [10, 0, 0, 0]
+    assert feed.older_starts.tolist() == [1, 1, 4, 4, 4] and feed.fresh_starts.tolist() == [4] * 5
+    feed = builder.stage_padding(shape).feed
+    assert feed is not None and feed.decode_lens is not None
+    assert feed.older_starts is not None and feed.fresh_starts is not None
+    assert not any(each.any() for each in (feed.decode_lens, feed.older_starts, feed.fresh_starts))
+
+
+@pytest.mark.parametrize(("kind", "field"), [("extend", "older_starts"), ("fresh", "fresh_starts")])
+def test_steps_of_one_kind(kind: Kind, field: str) -> None:
+    """All tokens are of that kind."""
+    builder = _builder()
+    batch = _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, kind))
+    assert batch.feed is not None
+    found = {
+        name: getattr(batch.feed, name) for name in ("decode_lens", "older_starts", "fresh_starts")
+    }
+    assert found.pop(field) is batch.query_start_loc and not any(
+        each is not None for each in found.values()
+    )
 
 
 def test_padding_leaves_what_a_step_still_sends() -> None:
     """A step's words may be still to fetch when a graph is captured on padding: they come all the
     same, in every turn, and in the order of the steps."""
     builder = _builder()
-    shape = Shape(12, 2, is_decode=False)
+    shape = Shape(12, 2, "extend")
     for row in (0, 1, 2, 3, 0):
         batch = builder.stage(_plan(row, [row + 1] * 5, [row + 1]), shape)
         padded = builder.stage_padding(shape)
@@ -119,7 +166,7 @@ def test_a_step_that_was_lost(is_launched: bool) -> None:
     """Whether or not the device fetched the words of a step that nobody says was launched, the
     steps after it have their own, each in the next turn."""
     builder = _builder()
-    shape = Shape(12, 2, is_decode=False)
+    shape = Shape(12, 2, "extend")
     _send(builder, _plan(0, [7] * 3, [1]), shape)
     builder.stage(_plan(1, [8] * 4, [2]), shape)
     if is_launched:
@@ -135,11 +182,11 @@ def test_a_step_that_was_lost(is_launched: bool) -> None:
 def test_plans_that_repeat_one_another(num_before: int) -> None:
     """Staged again, a plan arrives as it would whole: with the memory of each turn as other steps
     have left it, behind a shared prefix, and after one that was lost."""
-    shape = Shape(4, 4, is_decode=True, is_shared=True)
+    shape = Shape(4, 4, "decode", is_shared=True)
     shared = SharedPrefix(np.array([8, 0, 8], np.int32), 2, 8)
     builder = _builder()
     for _ in range(num_before):
-        _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, is_decode=False))
+        _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, "extend"))
     rows, lens = [3, 0, 2], np.array([20, 30, 40])
     batch = _send(builder, _decode_plan(rows, lens.tolist()), shape, shared)
     for step in range(1, 9):
@@ -155,7 +202,7 @@ def test_plans_that_repeat_one_another(num_before: int) -> None:
         assert batch.positions.tolist() == [*grown, -1]
         assert batch.seq_lens.tolist() == [*(length + 1 for length in grown), 0]
         assert batch.feed.prefix_lens.tolist() == [8, 0, 8, 0]
-    whole = _send(builder, _decode_plan([1], [5]), Shape(1, 1, is_decode=True))
+    whole = _send(builder, _decode_plan([1], [5]), Shape(1, 1, "decode"))
     assert (whole.positions.tolist(), whole.seq_lens.tolist()) == ([5], [6])
 
 
@@ -168,7 +215,7 @@ def test_what_a_request_asks_for_arrives() -> None:
         min_tokens=6, logprobs=2,
     )  # fmt: skip
     builder.sampling.enter(plan_row(params))
-    _send(builder, _plan(1, [5, 6, 7], [1], params), Shape(4, 1, is_decode=False))
+    _send(builder, _plan(1, [5, 6, 7], [1], params), Shape(4, 1, "extend"))
     asked = builder.sampling.asked
     numbers = asked.numbers_WF[1]
     assert numbers[[0, 6, 7, 8, 9, 10, 11]].tolist() == [7, 1, 2, 2, 9, 3, 2]
@@ -181,7 +228,7 @@ def test_what_a_request_asks_for_arrives() -> None:
     assert builder.sampling.needs_full_W.tolist() == [False, True, False, False, False]
     plain = SamplingParams(max_tokens=9, temperature=0.0, top_k=5, top_p=0.5, seed=1)
     builder.sampling.enter(plan_row(plain))
-    _send(builder, _plan(1, [5, 6, 7], [1], plain), Shape(4, 1, is_decode=False))
+    _send(builder, _plan(1, [5, 6, 7], [1], plain), Shape(4, 1, "extend"))
     assert numbers[[0, 6, 7, 8, 9, 10, 11]].tolist() == [0, 0, 0, 0, 3, 3, -1]
     assert numbers.view(torch.float32)[1:6].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
     assert not builder.sampling.needs_full_W.any()
@@ -199,12 +246,12 @@ def test_penalty_counts_after_a_late_step_and_a_preemption() -> None:
     params = SamplingParams(presence_penalty=1.0, min_tokens=4)
     counts_WC = builder.sampling.asked.counts_WC
     in_prompt = -(2**31)
-    _send(builder, _plan(2, [50, 51, 50], [6], params), Shape(4, 1, is_decode=False))
+    _send(builder, _plan(2, [50, 51, 50], [6], params), Shape(4, 1, "extend"))
     assert counts_WC[2].nonzero()[:, 0].tolist() == [50, 51]
     assert counts_WC[2, [50, 51]].tolist() == [in_prompt, in_prompt]
     counts_WC[2, 77] += 1  # a step that was launched before the request's end was seen
     again = _plan(2, [51, 52, 52, 51, 60], [6], params, num_prompt_tokens=2)
-    _send(builder, again, Shape(8, 1, is_decode=False))
+    _send(builder, again, Shape(8, 1, "extend"))
     assert counts_WC[2].nonzero()[:, 0].tolist() == [51, 52, 60]
     assert counts_WC[2, [51, 52, 60]].tolist() == [in_prompt + 1, in_prompt + 1, 1]
     assert builder.sampling.asked.numbers_WF[2, [9, 10]].tolist() == [6, 5]
