@@ -2,9 +2,9 @@
 
 Owner of the batch state on the device: block table, last tokens and what rows ask of the sampler
 (engine/sampling_rows.py), one row a running request and one more, of null blocks, for padding. What
-changes is sent as a list of single elements. What a step needs besides the host leaves in pinned
-memory, packed, and the step's first kernel fetches it to fixed addresses (kernels/host_words.py),
-so that a graph captured for a shape finds it there.
+changes in it, as a list of single elements, and what a step needs besides, the host leaves in
+pinned memory. The step's first kernel makes the changes and fetches the rest to fixed addresses
+(kernels/host_words.py), so that a graph captured for a shape finds it there.
 
 A step may run for a request whose end the host has not seen yet, and count one token more in its
 row. No harm: the counts of a request that enters are rebuilt from its ids, after all such steps.
@@ -34,15 +34,14 @@ from torch import Tensor
 from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows, has_penalties
 from pico_vllm.engine.shared_prefixes import SharedPrefix, SharedPrefixes
 from pico_vllm.forward_batch import DeviceFeed, ForwardBatch
-from pico_vllm.kernels.host_words import PIECE, fetch_words
+from pico_vllm.kernels.host_words import NUM_CHANGES, PIECE, fetch_words
 from pico_vllm.kernels.penalty_counts import HEADER_WORDS, rebuild_counts
-from pico_vllm.kernels.scatter import scatter
 from pico_vllm.step import NewRow, StepPlan
 
 TURNS = 3
 NO_ROWS = np.zeros(0, np.int32)
-CHANGE_WORDS = 1 << 16
-"""Of a turn, two a change: the blocks and biases of many requests that enter in one step."""
+MAX_CHANGES = 1 << 15
+"""Of a turn: the blocks and biases of many requests that enter in one step."""
 COUNT_WORDS = 1 << 15
 """Of a turn, at least: ids from which penalty counts are made."""
 
@@ -66,13 +65,14 @@ class Shape:
     """Decoding behind a prefix that many share, which attention reads once."""
 
     def fields(self) -> list[slice]:
-        """Where a step's packed fields lie, in words, the number of its turn first: each starts at
-        16 bytes, since kernels are compiled anew for addresses that do not."""
+        """Where a step's packed fields lie, in words, the number of its turn and how many changes
+        come with it first: each starts at 16 bytes, since kernels are compiled anew for addresses
+        that do not."""
         T, R = self.num_tokens, self.num_requests
         is_mixed = self.kind == "mixed"
         of_mixed = R * is_mixed, (R + 1) * is_mixed, (R + 1) * is_mixed
         found, at = [], 0
-        for size in (1, T, T, T, R, R, R, R + 1, R * self.is_shared, *of_mixed):
+        for size in (2, T, T, T, R, R, R, R + 1, R * self.is_shared, *of_mixed):
             found.append(slice(at, at + size))
             at += -(-size // PIECE) * PIECE
         return found
@@ -158,7 +158,7 @@ class DeviceBatchBuilder:
         self._device = device
         self._null_row = max_num_seqs
         W, M = max_num_seqs + 1, -(-max_model_len // block_size)
-        # One piece of memory, 8-byte fields first, so that one scatter reaches all of it.
+        # One piece of memory, 8-byte fields first, so that places in it reach all of it.
         self._state = torch.zeros(W * (WORDS_PER_ROW + M), dtype=torch.int32, device=device)
         self._table_at, self._table_width = W * WORDS_PER_ROW, M
         asked, table = self._state.split([self._table_at, W * M])
@@ -188,8 +188,8 @@ class DeviceBatchBuilder:
         """The last one."""
         self._held: list[_Staged | None] = [None] * TURNS
         """By turn: whose fields its memory holds, but for lengths."""
-        self._changes = [self._pinned(CHANGE_WORDS) for _ in range(TURNS)]
-        self._device_changes = torch.zeros(CHANGE_WORDS, dtype=torch.int32, device=device)
+        self._changes = self._pinned(TURNS, 2, MAX_CHANGES)
+        """By turn, places in the state, then what belongs there."""
         num_words = max(COUNT_WORDS, HEADER_WORDS + max_model_len)
         self._count_words = [self._pinned(num_words) for _ in range(TURNS + 1)]
         self._device_count_words = torch.zeros(num_words, dtype=torch.int32, device=device)
@@ -205,10 +205,10 @@ class DeviceBatchBuilder:
     def stage(
         self, plan: StepPlan, shape: Shape, shared: SharedPrefix | None = None
     ) -> ForwardBatch:
-        """Send what the plan adds to the state, and leave what its step needs where `fetch` finds
-        it. Nothing is waited for. shared: where the shape is of such."""
+        """Leave what the plan changes in the state, and what its step needs besides, where `fetch`
+        finds it. Nothing is waited for. shared: where the shape is of such."""
         self._begin()
-        self._send_changes(plan)
+        self._leave_changes(plan)
         self._send_counts([new for new in plan.new_rows if has_penalties(new)])
         # Shapes that have a graph were padded once; others may never come again.
         made = self._for_shape(shape, is_kept=False)
@@ -219,14 +219,16 @@ class DeviceBatchBuilder:
         """The same for a plan that repeats the one staged last: in its shape, with its prefix."""
         assert plan.repeats and self._staged is not None
         self._begin()
+        self._words.words[self.turn, NUM_CHANGES.value] = 0
         return self._write(plan, self._staged)
 
     def fetch(self, shape: Shape) -> None:
         """Launch the first kernel of a step that was staged, or capture it for all that will be.
         Once a step is launched whole, or a graph of it, `launched` is to be told."""
         fetch_words(
-            self._words.tensor[:TURNS], self._counter, self._device_words[: shape.num_words()]
-        )
+            self._words.tensor[:TURNS], self._changes.tensor, self._counter,
+            self._device_words[: shape.num_words()], self._state,
+        )  # fmt: skip
 
     def launched(self) -> None:
         """The staged step was launched: its turn is taken."""
@@ -242,7 +244,10 @@ class DeviceBatchBuilder:
         fields.query_start_loc[0] = 0
         words = self._device_words[: shape.num_words()]
         # For the kernel to be there when a graph is captured that begins with it.
-        fetch_words(self._words.tensor[TURNS:], self._padding_counter, words)
+        fetch_words(
+            self._words.tensor[TURNS:], self._changes.tensor, self._padding_counter, words,
+            self._state,
+        )  # fmt: skip
         # The same words. Waits, and may: nothing is being served yet, or a new shape costs far
         # more; and comes where launches are not run.
         words.copy_(self._words.tensor[TURNS, : len(words)])
@@ -328,7 +333,9 @@ class DeviceBatchBuilder:
             for each in (fields.decode_lens, fields.older_starts, fields.fresh_starts):
                 each.fill(0)
 
-    def _send_changes(self, plan: StepPlan) -> None:
+    def _leave_changes(self, plan: StepPlan) -> None:
+        num_changes = self._words.words[self.turn, NUM_CHANGES.value :]
+        num_changes[0] = 0
         if not plan.new_rows and not plan.new_blocks:
             return
         indices: list[NDArray[np.int64]] = []
@@ -344,18 +351,14 @@ class DeviceBatchBuilder:
             indices.append(np.arange(start, start + len(blocks.block_ids)))
             values.append(np.array(blocks.block_ids, np.int32))
         index, value = np.concatenate(indices), np.concatenate(values)
-        turn = self._changes[self.turn]
-        room = len(turn.words) // 2
-        for first in range(0, len(index), room):
-            count = min(room, len(index) - first)
-            if first and self._device.type == "cuda":
-                # More than a turn holds: its first part must have left before it is overwritten.
-                torch.cuda.synchronize(self._device)
-            turn.words[:count] = index[first : first + count]
-            turn.words[count : 2 * count] = value[first : first + count]
-            sent = self._device_changes[: 2 * count]
-            sent.copy_(turn.tensor[: 2 * count], non_blocking=True)
-            scatter(self._state, sent.view(2, count))
+        changes = self._changes.words[self.turn]
+        num_changes[0] = count = min(len(index), changes.shape[1])
+        changes[0, :count], changes[1, :count] = index[:count], value[:count]
+        if count < len(index):  # the others now, on their own
+            places, values_left = (
+                torch.from_numpy(each[count:]).to(self._device) for each in (index, value)
+            )
+            self._state.index_copy_(0, places, values_left)
 
     def _send_counts(self, new_rows: Sequence[NewRow]) -> None:
         """Make the penalty counts of requests that enter, again after a preemption."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import struct
 import time
-from array import array
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -104,11 +104,12 @@ class Engine:
                 "one of them for the answer; shorten the prompt",
                 param="prompt",
             )
-        # A pass in C, which the first token waits for: 65 us for 2,131 ids on a 2-core machine.
+        # A pass in C, which the first token waits for.
         try:
-            token_ids = np.frombuffer(array("q", prompt_token_ids), np.int64)
-        except (TypeError, OverflowError):
+            packed = struct.pack(f"{num_prompt_tokens}q", *prompt_token_ids)
+        except struct.error:
             self._refuse_token(prompt_token_ids)
+        token_ids = np.frombuffer(packed, np.int64)
         lowest = token_ids.min()
         if lowest < 0 or token_ids.max() >= self.vocab_size:
             self._refuse_token(prompt_token_ids)

@@ -288,13 +288,13 @@ class TritonRunner:
         return self._launched(plan, host_ids, tail, prompt_logprobs)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        host = self._host_copies[self._batch_builder.turn]
-        count = len(copies)
-        host[:count] = torch.tensor([copy.source for copy in copies], dtype=torch.int32)
-        host[count : 2 * count] = torch.tensor([copy.target for copy in copies], dtype=torch.int32)
-        sent = self._copy_words[: 2 * count]
-        sent.copy_(host[: 2 * count], non_blocking=True)
-        self._kv.copy_blocks(sent.view(2, count))
+        words = 2 * len(copies)
+        host = self._host_copies[self._batch_builder.turn, :words]
+        sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
+        host.numpy()[:] = sources + targets
+        sent = self._copy_words[:words]
+        sent.copy_(host, non_blocking=True)
+        self._kv.copy_blocks(sent.view(2, -1))
 
     def wait_for_transfers(self) -> None:
         if self._tiers is not None:

@@ -1,6 +1,7 @@
-"""A step's words from pinned host memory, and its ids back to there: its first and its last kernel.
+"""A step's words and changes of the batch state from pinned host memory, and its ids back to there:
+its first and its last kernel.
 
-U turns of pinned memory, N words of a step, R requests
+U turns of pinned memory, N words of a step, C most changes, S words of the state, R requests
 
 The kernels read and write host memory themselves, over the bus, as pinned memory has an address on
 the device. So both are part of a step's graph, and the host calls the driver once a step. Caches of
@@ -21,11 +22,22 @@ PIECE = 4
 """Words that are read at once: 16 bytes."""
 BLOCK_N = 8192
 """Words under way at once: those of a step of 1,000 decoding requests, or of 2,700 tokens."""
+BLOCK_C = 2048
+"""Changes under way at once: those of ten requests that enter."""
 BLOCK_R = 1024
+NUM_CHANGES = tl.constexpr(1)
+"""Which of a step's words says how many changes there are."""
 
 
-def fetch_words_reference(host_UN: Tensor, counter: Tensor, words_N: Tensor) -> None:
-    words_N.copy_(host_UN[int(counter) % len(host_UN), : len(words_N)])
+def fetch_words_reference(
+    host_UN: Tensor, changes_U2C: Tensor, counter: Tensor, words_N: Tensor, state_S: Tensor
+) -> None:
+    turn = int(counter) % len(host_UN)
+    words_N.copy_(host_UN[turn, : len(words_N)])
+    places, values = changes_U2C[turn, :, : int(host_UN[turn, NUM_CHANGES.value])].to(
+        state_S.device
+    )
+    state_S[places.long()] = values
     counter += 1
 
 
@@ -33,20 +45,29 @@ def publish_ids_reference(ids_R: Tensor, turn: Tensor, host_UR: Tensor) -> None:
     host_UR[int(turn), : len(ids_R)] = ids_R.to(host_UR.device)
 
 
-@triton.jit(do_not_specialize=["num_turns", "num_pieces"])
+@triton.jit(do_not_specialize=["num_turns", "num_pieces", "capacity"])
 def _fetch_words_kernel(
-    host_ptr, counter_ptr, words_ptr, host_stride, num_turns, num_pieces,
-    PIECE: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr,
+    host_ptr, changes_ptr, counter_ptr, words_ptr, state_ptr,
+    host_stride, changes_stride, num_turns, num_pieces, capacity,
+    PIECE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program, which reads the counter and counts in one."""
     let_next_start(USE_PDL)
     turn = tl.atomic_add(counter_ptr, 1, sem="relaxed") % num_turns
     host_ptr += turn * host_stride
+    changes_ptr += turn * changes_stride
+    num_changes = tl.load(host_ptr + NUM_CHANGES, volatile=True)
     for first in range(0, num_pieces * PIECE, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         is_there = n < num_pieces * PIECE
         words = tl.load(host_ptr + n, mask=is_there, volatile=True)
         tl.store(words_ptr + n, words, mask=is_there)
+    for first in range(0, num_changes, BLOCK_C):
+        at = first + tl.arange(0, BLOCK_C)
+        is_change = at < num_changes
+        place = tl.load(changes_ptr + at, mask=is_change, volatile=True).to(tl.int64)
+        value = tl.load(changes_ptr + capacity + at, mask=is_change, volatile=True)
+        tl.store(state_ptr + place, value, mask=is_change)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -63,22 +84,31 @@ def _publish_ids_kernel(
     tl.store(host_ptr + turn * host_stride + r, ids, mask=is_there, cache_modifier=".wt")
 
 
-def fetch_words(host_UN: Tensor, counter: Tensor, words_N: Tensor) -> None:
-    """Bring the next turn's words, and count: words = host[counter % U, :N]; counter += 1.
+def fetch_words(
+    host_UN: Tensor, changes_U2C: Tensor, counter: Tensor, words_N: Tensor, state_S: Tensor
+) -> None:
+    """Bring the next turn's words, change the state, and count: turn = counter % U; words =
+    host[turn, :N]; state[changes[turn, 0, :n]] = changes[turn, 1, :n] where n is host[turn, 1];
+    counter += 1.
 
     Shapes:
-        host_UN   int32, words contiguous, rows at least as long as words_N; in pinned memory
-        counter   [1] int64, on the device, at least 0
-        words_N   int32, contiguous, N a multiple of 4
+        host_UN      int32, words contiguous, rows at least as long as words_N; in pinned memory
+        changes_U2C  int32, contiguous, as many turns or more; in pinned memory
+        counter      [1] int64, on the device, at least 0
+        words_N      int32, contiguous, N a multiple of 4
+        state_S      int32, contiguous
 
     Raises:
         ValueError: another shape, dtype or layout.
 
+    Not checked, as the host may not know it yet: n at most C, places below S, none twice.
     It never starts before earlier work is done. Rows that begin at 16 bytes are read fastest.
-    Same words as fetch_words_reference.
+    Same words and state as fetch_words_reference.
     """
     num_words = words_N.shape[0]
-    for name, tensor in (("host", host_UN), ("words", words_N)):
+    for name, tensor in (
+        ("host", host_UN), ("changes", changes_U2C), ("words", words_N), ("state", state_S)
+    ):  # fmt: skip
         if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
             raise ValueError(
                 f"{name} is {tensor.dtype} with strides {tensor.stride()}; it must be torch.int32 "
@@ -89,14 +119,18 @@ def fetch_words(host_UN: Tensor, counter: Tensor, words_N: Tensor) -> None:
             f"{num_words} words of {list(host_UN.shape)}; they must be a multiple of {PIECE}, and "
             "no more than a row has"
         )
+    shape = changes_U2C.shape
+    if len(shape) != 3 or shape[0] < len(host_UN) or shape[1] != 2:
+        raise ValueError(f"changes are {list(shape)}; [U, 2, C] for {len(host_UN)} turns")
     if counter.dtype != torch.int64 or counter.numel() != 1:
         raise ValueError(
             f"the counter is {list(counter.shape)} {counter.dtype}; it must be [1] torch.int64"
         )
     options = launch_options(words_N.device) | {"launch_pdl": False}
     _fetch_words_kernel[(1,)](
-        host_UN, counter, words_N, host_UN.stride(0), host_UN.shape[0], num_words // PIECE,
-        PIECE=PIECE, BLOCK_N=BLOCK_N, num_warps=8, **options,
+        host_UN, changes_U2C, counter, words_N, state_S,
+        host_UN.stride(0), changes_U2C.stride(0), host_UN.shape[0], num_words // PIECE, shape[2],
+        PIECE=PIECE, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C, num_warps=8, **options,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Embedding with slots, and the scatter of state changes."""
+"""Embedding with slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pico_vllm.kernels.embed_tokens import embed_tokens, embed_tokens_reference
-from pico_vllm.kernels.scatter import scatter, scatter_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -28,22 +27,3 @@ def test_embed_tokens(hidden: int) -> None:
     assert torch.equal(x, embed_tokens_reference(*arguments, slots[1], 16))
     assert slots[0].tolist() == slots[1].tolist() == [16, 65, 111, 31, -1]
     assert torch.equal(x[1], weight[9])
-
-
-@pytest.mark.memcheck
-@pytest.mark.parametrize("num_changes", [0, 1, 300])
-def test_scatter(num_changes: int) -> None:
-    """Named elements change, all others stay."""
-    changes = torch.stack((torch.randperm(1000)[:num_changes], torch.arange(num_changes)))
-    changes = changes.to(DEVICE, torch.int32)
-    targets = [torch.full((1000,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    scatter(targets[0], changes)
-    scatter_reference(targets[1], changes)
-    assert torch.equal(*targets)
-    assert int((targets[0] >= 0).sum()) == num_changes
-
-
-def test_scatter_refuses_other_types() -> None:
-    """int64 targets would be cut in halves."""
-    with pytest.raises(ValueError, match="int64"):
-        scatter(torch.zeros(4, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int32))

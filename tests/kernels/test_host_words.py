@@ -11,6 +11,7 @@ from compiled import resources_of
 from torch import Tensor
 
 from pico_vllm.kernels.host_words import (
+    BLOCK_C,
     BLOCK_N,
     BLOCK_R,
     fetch_words,
@@ -41,27 +42,61 @@ def test_words_come_in_turns(num_turns: int, num_words: int, spare: int) -> None
     """Each fetch brings the row after that of the one before, the first one after the last, and
     counts once; what lies behind the words stays. Rows may begin anywhere."""
     host = pinned(torch.randint(-9, 9, (num_turns, num_words + spare), dtype=torch.int32))
+    changes, state = no_changes(num_turns)
     counters = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
     for step in range(2 * num_turns + 1):
         host += 100  # what the host has written since
+        host[:, 1] = 0
         found, wanted = (
             torch.full((num_words + 8,), 7, dtype=torch.int32, device=DEVICE) for _ in range(2)
         )
-        fetch_words(host, counters[0], found[:num_words])
-        fetch_words_reference(host, counters[1], wanted[:num_words])
+        fetch_words(host, changes, counters[0], found[:num_words], state)
+        fetch_words_reference(host, changes, counters[1], wanted[:num_words], state)
         wait()
         assert torch.equal(found, wanted)
         assert found[:num_words].tolist() == host[step % num_turns, :num_words].tolist()
         assert counters[0].tolist() == counters[1].tolist() == [step + 1]
+    assert not state.any()
+
+
+def no_changes(num_turns: int) -> tuple[Tensor, Tensor]:
+    """Places that do not exist, which nobody may look at where no change is counted, and a
+    state."""
+    changes = torch.full((num_turns, 2, 4), 2**31 - 1, dtype=torch.int32)
+    return pinned(changes), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("num_changes", [1, 3, BLOCK_C, BLOCK_C + 1])
+def test_changes_come_in_turns(num_changes: int) -> None:
+    """Each fetch makes the changes of its turn and no others, in places far apart."""
+    capacity, size = num_changes + 3, 5 * num_changes
+    changes = torch.full((3, 2, capacity), 2**31 - 1, dtype=torch.int32)
+    for turn in range(3):
+        changes[turn, 0, :num_changes] = torch.randperm(size)[:num_changes]
+        changes[turn, 1, :num_changes] = torch.arange(num_changes) + 1000 * (turn + 1)
+    changes, host = pinned(changes), pinned(torch.zeros((3, 4), dtype=torch.int32))
+    counters = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    words = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    found, wanted = (torch.full((size,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    for count in (num_changes, 0, num_changes - 1, num_changes):
+        host[:, 1] = count
+        fetch_words(host, changes, counters[0], words, found)
+        fetch_words_reference(host, changes, counters[1], words, wanted)
+        wait()
+        assert torch.equal(found, wanted)
+    assert int((found >= 0).sum()) >= num_changes
 
 
 def test_a_counter_beyond_two_to_the_31() -> None:
     """A server that has run for weeks goes on with the next row."""
     host = pinned(torch.arange(12, dtype=torch.int32).view(3, 4))
+    host[:, 1] = 0
+    changes, state = no_changes(3)
     counter = torch.tensor([2**31 + 5], device=DEVICE)
     words = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     for step in range(2):
-        fetch_words(host, counter, words)
+        fetch_words(host, changes, counter, words, state)
         assert words.tolist() == host[(2**31 + 5 + step) % 3].tolist()
 
 
@@ -104,10 +139,12 @@ def compiled(kernel, types, **constexprs):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 shared = {"host_stride": "i32"}
-fetch = {"host_ptr": "*i32", "counter_ptr": "*i64", "words_ptr": "*i32"}
-fetch |= {"num_turns": "i32", "num_pieces": "i32"}
+fetch = {"host_ptr": "*i32", "changes_ptr": "*i32", "counter_ptr": "*i64", "words_ptr": "*i32"}
+fetch |= {"state_ptr": "*i32", "changes_stride": "i32"}
+fetch |= {"num_turns": "i32", "num_pieces": "i32", "capacity": "i32"}
 code = compiled(
-    host_words._fetch_words_kernel, fetch | shared, PIECE=4, BLOCK_N=8192, USE_PDL=True
+    host_words._fetch_words_kernel, fetch | shared, PIECE=4, BLOCK_N=8192, BLOCK_C=2048,
+    USE_PDL=True,
 )
 assert "ld.volatile.global.v4" in code.asm["ptx"], code.asm["ptx"]
 publish = {"host_ptr": "*i64", "ids_ptr": "*i64", "turn_ptr": "*i32", "num_ids": "i32"}
@@ -126,19 +163,23 @@ def test_code_for_hopper_passes_by_the_caches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ids", [1, 256])
 def test_a_graph_fetches_and_publishes(num_ids: int) -> None:
     """Replayed a thousand times, the host seeing each step's ids by looking at memory alone and
-    writing the next step's words behind them, every step has its own words, in its own row."""
+    writing the next step's words behind them, every step has its own words, in its own row, and
+    finds the state changed by the last step that changes it."""
     num_words = 4 + -(-num_ids // 4) * 4
     host = pinned(torch.zeros((3, num_words), dtype=torch.int32))
     host_ids = pinned(torch.full((3, num_ids), NOT_YET, dtype=torch.int64))
     words, ids = host.numpy(), host_ids.numpy()
     words[:, 0] = range(3)
+    changes = pinned(torch.zeros((3, 2, 2), dtype=torch.int32))
+    state = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     there = torch.zeros(num_words, dtype=torch.int32, device=DEVICE)
     out = torch.zeros(num_ids, dtype=torch.int64, device=DEVICE)
 
     def step() -> None:
-        fetch_words(host, counter, there)
+        fetch_words(host, changes, counter, there, state)
         torch.mul(there[4 : 4 + num_ids], 2, out=out)
+        out.add_(state[1])
         publish_ids(out, there[:1], host_ids)
 
     step()
@@ -149,13 +190,17 @@ def test_a_graph_fetches_and_publishes(num_ids: int) -> None:
         step()
     for number in range(1000):
         turn = number % 3
+        words[turn, 1] = 1 if number % 2 else 0
+        changes[turn] = torch.tensor([[1], [number]])
         words[turn, 4 : 4 + num_ids] = range(number, number + num_ids)
         ids[turn] = NOT_YET
         graph.replay()
         end = time.monotonic() + 10
         while (ids[turn] == NOT_YET).any():
             assert time.monotonic() < end, "the ids do not come"
-        assert ids[turn].tolist() == list(range(2 * number, 2 * (number + num_ids), 2))
+        changed = number if number % 2 else max(number - 1, 0)
+        first = 2 * number + changed
+        assert ids[turn].tolist() == list(range(first, first + 2 * num_ids, 2))
 
 
 def test_arguments_that_are_refused() -> None:
@@ -163,16 +208,23 @@ def test_arguments_that_are_refused() -> None:
     host = torch.zeros((3, 8), dtype=torch.int32)
     words = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    for fetched, message in (
-        ((host.long(), counter, words), "host is torch.int64"),
-        ((host.T, counter, words[:4]), r"host is .* strides \(1, 8\)"),
-        ((host, counter, words[::2]), r"words is .* strides \(2,\)"),
-        ((host, counter, words[:6]), "6 words .* multiple of 4"),
-        ((host[:, :4], counter, words), r"8 words of \[3, 4\]"),
-        ((host, counter.int(), words), r"counter is \[1\] torch.int32"),
+    changes, state = no_changes(3)
+    fetched = {"host_UN": host, "changes_U2C": changes, "counter": counter, "words_N": words}
+    fetched["state_S"] = state
+    for wrong, message in (
+        ({"host_UN": host.long()}, "host is torch.int64"),
+        ({"host_UN": host.T, "words_N": words[:4]}, r"host is .* strides \(1, 8\)"),
+        ({"words_N": words[::2]}, r"words is .* strides \(2,\)"),
+        ({"words_N": words[:6]}, "6 words .* multiple of 4"),
+        ({"host_UN": host[:, :4]}, r"8 words of \[3, 4\]"),
+        ({"changes_U2C": changes[:2]}, r"changes are \[2, 2, 4\]; .* 3 turns"),
+        ({"changes_U2C": changes[:, :1]}, r"changes are \[3, 1, 4\]"),
+        ({"changes_U2C": changes.long()}, "changes is torch.int64"),
+        ({"state_S": state.long()}, "state is torch.int64"),
+        ({"counter": counter.int()}, r"counter is \[1\] torch.int32"),
     ):
         with pytest.raises(ValueError, match=message):
-            fetch_words(*fetched)
+            fetch_words(**fetched | wrong)
     host_ids = torch.zeros((3, 4), dtype=torch.int64)
     ids, turn = host_ids[0].to(DEVICE), words[:1]
     for published, message in (

@@ -150,7 +150,9 @@ def test_the_likeliest_alone_where_nobody_asks_for_more(
             assert [each.outputs[0].token_ids for each in outputs] == [ids[:2] for ids in wanted]
             assert num_taken and set(num_taken) == {2}
         llm.engine._runner.capture_decodes(lambda *_: None)
-        tails = {(s.num_requests, t) for s, t in llm.engine._runner.graphs._graphs if s.kind == "decode"}
+        tails = {
+            (s.num_requests, t) for s, t in llm.engine._runner.graphs._graphs if s.kind == "decode"
+        }
         assert tails == {(1, "sample"), (1, "full"), *((2, t) for t in get_args(Tail))}
         num_taken.clear()
         outputs = llm.generate(PROMPTS, params)

@@ -258,6 +258,23 @@ def test_penalty_counts_after_a_late_step_and_a_preemption() -> None:
     assert not counts_WC[[0, 1, 3, 4]].any()
 
 
+def test_more_changes_than_a_turn_holds() -> None:
+    """They are made all the same, before the step; and none of them again by a later one."""
+    builder = _builder()
+    builder._changes.words = builder._changes.words[:, :, :5]
+    batch = _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, "extend"))
+    assert batch.token_ids.tolist() == [*range(50, 59), 0, 0, 0]
+    assert builder.block_table_WM[2, :3].tolist() == [6, 1, 0]
+    assert (builder.sampling.seeds_W[2], builder.sampling.sample_indices_W[2]) == (-7, 3)
+    assert builder.sampling.temperatures_W.tolist() == [0, 0, 0.5, 0, 0]
+    builder.block_table_WM.zero_()
+    for _ in range(TURNS):
+        _send(builder, _decode_plan([2], [9]), Shape(1, 1, "decode"))
+    builder.stage_again(_decode_plan([2], [10], repeats=True))
+    builder.fetch(Shape(1, 1, "decode"))
+    assert not builder.block_table_WM.any()
+
+
 def test_more_ids_than_a_turn_holds() -> None:
     """Requests with penalties that enter together have their counts however many ids they bring."""
     builder = _builder()
