@@ -170,6 +170,21 @@ def _attend_new_keys(
 
 
 @triton.jit
+def _load_round(
+    k_ptr, v_ptr, table_ptr, start, is_wanted, stride_b, stride_s,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A whole round of keys of the pool, and their values, to registers."""
+    key = start + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    is_there = key < tl.where(is_wanted, start + BLOCK_N, 0)
+    blocks = tl.load(table_ptr + key // S, mask=is_there, other=0)
+    offsets = (blocks.to(tl.int64) * stride_b + key % S * stride_s)[:, None] + d[None, :]
+    mask = is_there[:, None] & (d < D)[None, :]
+    return tl.load(k_ptr + offsets, mask=mask, other=0.0), tl.load(v_ptr + offsets, mask, other=0.0)
+
+
+@triton.jit
 def _weigh(scores, total, highest, scale_log2):
     """The online softmax's step: weights of these scores, and what earlier sums shrink by."""
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
@@ -255,11 +270,20 @@ def _paged_prefill_kernel(
     first_position = seq_len - query_len + first
     num_keys = first_position + num_tile_tokens  # at most 0 where seq_len is 0
     num_unmasked = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+    table_ptr += row.to(tl.int64) * stride_w
+    k_ptr += g * stride_g
+    v_ptr += g * stride_g
     begin = 0
     if HAS_SPLITS:
         split = tl.program_id(1)
         begin, num_unmasked, num_keys, num_used = _part_of_split(
             split, num_splits, num_unmasked, num_keys, BLOCK_N, FEW_ROUNDS
+        )
+        # So is the first round, where earlier steps have stored all of it.
+        known = tl.minimum(seq_len - query_len, num_unmasked)
+        is_early = (begin + BLOCK_N <= known) & (split < num_used)
+        early_k, early_v = _load_round(
+            k_ptr, v_ptr, table_ptr, begin, is_early, stride_b, stride_s, D, D_PAD, S, BLOCK_N
         )
         wait_for_inputs(USE_PDL)
         if split >= num_used:
@@ -275,12 +299,16 @@ def _paged_prefill_kernel(
     q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=md_mask, other=0.0)
 
     positions = first_position + m // GROUP
-    table_ptr += row.to(tl.int64) * stride_w
-    k_ptr += g * stride_g
-    v_ptr += g * stride_g
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if HAS_SPLITS:  # noqa: SIM102, decided when it is compiled
+        if is_early:
+            scores = tl.dot(q, tl.trans(early_k), input_precision=PRECISION)
+            weights, shrink, total, highest = _weigh(scores, total, highest, scale_log2)
+            weights = weights.to(early_v.dtype)
+            acc = tl.dot(weights, early_v, acc * shrink[:, None], input_precision=PRECISION)
+            begin += BLOCK_N
     num_from_pool = num_unmasked
     if HAS_NEW:
         context_len = tl.maximum(seq_len - query_len, 0)
@@ -325,7 +353,7 @@ def _add_splits_kernel(
     partial_ptr, stats_ptr, num_used_ptr, out_ptr, num_tokens, stride_ot, stride_oh,
     D: tl.constexpr, D_PAD: tl.constexpr, MOST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token."""
+    """One head of one token, in one warp: of what a thread adds up it has all splits."""
     let_next_start(USE_PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, d = tl.arange(0, MOST), tl.arange(0, D_PAD)
@@ -486,8 +514,9 @@ def paged_prefill(
     Not checked, as it would stall the stream: block ids and rows in range, query_start_loc rising
     to at most T, query_len <= seq_len where seq_len > 0. A query_len of 0 is a padded request;
     padding tokens and those of a request with seq_len 0 give zeros.
-    With splits query_start_loc, rows and seq_lens are read without waiting: they must lie complete
-    before the kernel that was launched just before this one.
+    With splits query_start_loc, rows, seq_lens, the table and the KV of older tokens are read
+    without waiting: they must lie complete before the kernel that was launched just before this
+    one.
     Same answer as paged_prefill_pool_reference. With one config, a token's bits do not depend on
     what else is in the batch and, without splits, nor on how its prompt is cut into chunks.
     Source: Dao 2023, arXiv:2307.08691, over the blocks of Kwon et al. 2023, arXiv:2309.06180.
@@ -563,7 +592,7 @@ def paged_prefill(
     if has_splits:
         _add_splits_kernel[(num_tokens, num_heads)](
             *sums, out, num_tokens, *out.stride()[:2],
-            D=head_dim, D_PAD=head_dim_pad, MOST=MAX_PROMPT_SPLITS, num_warps=4, **options,
+            D=head_dim, D_PAD=head_dim_pad, MOST=MAX_PROMPT_SPLITS, num_warps=1, **options,
         )  # fmt: skip
     return out
 
