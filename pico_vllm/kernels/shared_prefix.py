@@ -47,13 +47,15 @@ from pico_vllm.kernels.paged_prefill import attend_keys
 
 MIN_SHARING = 4
 """Requests: for fewer, rows of a tile are mostly empty."""
-MIN_SAVED_BYTES = 72 << 20
-MIN_SAVED_BYTES_EACH = 600 << 10
+MIN_SAVED_BYTES = 180 << 20
+MIN_SAVED_BYTES_EACH = 768 << 10
 """Keys and values of a layer that need not be read again, in all and for each request, from which
-on a second kernel pays: its sums have to be added up. us a layer on an H200, all 12 query and 2 KV
-heads of 128, 200 own tokens each, the usual kernel and this: 8 requests behind 8,192 tokens 24.1,
-27.1; 32 behind 2,048 18.4, 19.2, behind 8,192 57.5, 28.1; 128 behind 512 21.8, 21.4, behind 1,024
-34.7, 23.7; 256 behind 512 29.4, 31.3, behind 1,024 39.0, 34.3, behind 8,192 279, 76."""
+on a second kernel pays: its sums have to be added up, and what many read comes from L2. us a layer
+on an H200, projection included, 12 query and 2 KV heads of 128, 600 own tokens on average, the
+usual kernel and this: 64 requests behind 2,048 / 8,192 tokens 28.9, 36.5 / 70.8, 46.5; 128 behind
+1,024 / 2,048 39.4, 47.3 / 51.8, 50.0; 192 behind 1,024 67.1, 57.1; 256 behind 512 / 1,024 62.3,
+65.4 / 74.9, 68.1. 16 query and 8 KV heads, 200 own: 64 behind 512 / 1,024 37.3, 35.9 / 48.1,
+39.8."""
 
 
 def shared_prefix_reference(

@@ -175,8 +175,9 @@ def test_when_it_pays() -> None:
     assert not is_faster(8, MIN_SAVED_BYTES // 8192, 1024)
     assert not is_faster(MIN_SHARING - 1, 10**9, 1024)
     # The kernel's own work grows with the requests.
-    assert is_faster(128, 1024, 1024) and not is_faster(256, 512, 1024)
-    assert is_faster(256, 1024, 1024)
+    assert is_faster(128, 2048, 1024) and not is_faster(128, 1024, 1024)
+    assert is_faster(256, 1024, 1024) and not is_faster(256, 512, 1024)
+    assert is_faster(64, 1024, 4096) and not is_faster(1024, 512, 1024)
 
 
 def test_arguments_that_are_refused() -> None:
