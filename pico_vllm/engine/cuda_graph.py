@@ -77,8 +77,8 @@ class CudaGraphs:
         max_model_len: int,
     ) -> None:
         """run: the work of a shape on what lies at its addresses. prepare: the same once on padding
-        alone, so that all that is made on first use is there before capture. tails_of: those that
-        steps of a shape may have."""
+        alone, or whatever it takes for all that is made on first use to be there before capture.
+        tails_of: those that steps of a shape may have."""
         self._run = run
         self._prepare = prepare
         self._tails_of = tails_of
@@ -92,6 +92,8 @@ class CudaGraphs:
         self._token_sizes = [size for size in EXTEND_TOKENS if size < most] + [most]
         self._graphs: dict[tuple[Shape, Tail], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """That captures, from the first one on."""
 
     def shape_of(self, plan: StepPlan, shared: SharedPrefix | None = None) -> Shape | None:
         """The smallest shape that holds a plan; None where it runs as it is. shared: what attention
@@ -125,12 +127,18 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, shape: Shape, tail: Tail) -> None:
-        """Must be called before the inputs of a step are staged: padding takes their place."""
+        """Must be called before the inputs of a step are staged: padding takes their place. The
+        device goes on with what was launched before."""
         self._prepare(shape, tail)
+        self._stream = self._stream or torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._run(shape, tail)
+        # torch.cuda.graph would wait for the device, and give back memory that steps want again.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                self._run(shape, tail)
+            finally:
+                graph.capture_end()
         if self._pool is None:
             self._pool = graph.pool()
         self._graphs[shape, tail] = graph

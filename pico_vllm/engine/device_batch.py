@@ -255,8 +255,12 @@ class DeviceBatchBuilder:
         self._rebuild_counts(self._count_words[TURNS], [(self._null_row, 0, NO_ROWS)])
         return made.batch
 
+    def keep(self, shape: Shape) -> None:
+        """Its batch will be asked for."""
+        self._for_shape(shape, is_kept=True)
+
     def batch_of(self, shape: Shape) -> ForwardBatch:
-        """The batch at the addresses of a shape that was padded before."""
+        """The batch at the addresses of a shape that was padded before, or is kept."""
         return self._shapes[shape].batch
 
     def row_tokens(self, row: int, start: int, stop: int) -> NDArray[np.int32]:

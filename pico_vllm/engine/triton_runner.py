@@ -198,6 +198,7 @@ class TritonRunner:
         """Of the step before, where it was a graph's."""
         self._uncapturable: set[tuple[Shape | None, Tail]] = set()
         self._came_once: set[tuple[Shape, Tail]] = set()
+        """Those that were launched kernel by kernel."""
         if has_graphs:
             self.graphs = CudaGraphs(
                 self.run_shape,
@@ -232,8 +233,12 @@ class TritonRunner:
             pending = self._replay(plan, shape, tail)
             self._last = shape, tail, shared
             return pending
-        shape = shape or _exact_shape(plan, shared)
-        return self._launch_eagerly(plan, tail, shape, shared, wants_prompt=wants_prompt)
+        pending = self._launch_eagerly(
+            plan, tail, shape or _exact_shape(plan, shared), shared, wants_prompt=wants_prompt
+        )
+        if shape is not None:
+            self._came_once.add((shape, tail))
+        return pending
 
     def _tail_of(self, sampled_rows: NDArray[np.int32], num_requests: int) -> Tail:
         if np.count_nonzero(self._sampling.needs_full_W[sampled_rows]):
@@ -356,7 +361,6 @@ class TritonRunner:
         if self.graphs.has(shape, tail):
             return True
         if shape.kind != "decode" and (shape, tail) not in self._came_once:
-            self._came_once.add((shape, tail))
             return False
         try:
             self.graphs.capture(shape, tail)
@@ -372,9 +376,10 @@ class TritonRunner:
 
     @torch.inference_mode()
     def _prepare(self, shape: Shape, tail: Tail) -> None:
-        batch = self._batch_builder.stage_padding(shape)
-        if (shape, tail) not in self._came_once:  # else that step has seen to it
-            self._forward(batch, tail)
+        if (shape, tail) in self._came_once:  # that step has seen to all else
+            self._batch_builder.keep(shape)
+        else:
+            self._forward(self._batch_builder.stage_padding(shape), tail)
 
     def _forward(self, batch: ForwardBatch, tail: Tail, *, wants_all: bool = False) -> Tensor:
         """The last tokens' hidden states go through the tail; returned, of all tokens if wanted."""
