@@ -140,9 +140,10 @@ def _hopper_gate_up_few_kernel(
     fence_async_shared()  # the copy engine counts on them
     sync_threads()
     memory = (x_smem, main_smem, rest_smem, full)
-    main_at = gl.program_id(0) * TILE_EIGHTS
+    # Programs that start side by side share weights, which are more than tokens.
+    main_at = gl.program_id(1) * TILE_EIGHTS
     rest_at = main_at + MAIN_EIGHTS
-    token = gl.program_id(1) * TOKENS
+    token = gl.program_id(0) * TOKENS
 
     # Before waiting: what no kernel writes.
     for i in gl.static_range(EARLY):
@@ -248,7 +249,7 @@ def few_gate_up(x_TE: Tensor, weight_NE: Tensor, out_TF: Tensor, config: FewConf
     stages = min((MAX_SHARED_BYTES - OTHER_BYTES) // (config.num_rows * BLOCK_K * 2), rounds)
     stages = max(stages, config.main_rows // 2 // BLOCK_K)  # which results leave through
     options: dict[str, Any] = launch_options(x_TE.device)
-    grid = (cdiv(F, config.outputs), cdiv(T, config.tokens))
+    grid = (cdiv(T, config.tokens), cdiv(F, config.outputs))
     _hopper_gate_up_few_kernel[grid](
         tiles_of(x_TE, [config.tokens, BLOCK_K]),
         halves_of(weight_NE, config.main_rows),
