@@ -3,9 +3,10 @@ and no string.
 
 `schedule` makes a StepPlan: decode rows first, then prompt chunks in order of admission, under a
 token budget; then new requests in the order of a policy, as long as a row and the blocks of their
-tokens are free and a few more (WATERMARK). `commit` is the only place where a request grows or
-ends. A second step may be planned before the first one is committed: what launched steps will add
-is counted already, and an end that is found late costs one token that nobody sees.
+tokens are free and a few more (WATERMARK), and this step and the next have room for them. `commit`
+is the only place where a request grows or ends. A second step may be planned before the first one
+is committed: what launched steps will add is counted already, and an end that is found late costs
+one token that nobody sees.
 
 Blocks are taken when they are first written. Where there are too few, running requests are
 preempted, the last in line first: they give up row and blocks and wait at their old place, with the
@@ -48,6 +49,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import compress
@@ -451,11 +453,15 @@ class Scheduler:
         self._num_fruitless_steps += 1
 
     def _admit(self) -> None:
-        """Let requests in while there is a row, and blocks for their tokens beside those that
-        running requests still need for theirs."""
+        """Let requests in while there is a row, blocks for their tokens beside those that running
+        requests still need for theirs, and room for them in this step or the next: the others may
+        enter while the device computes."""
         unclaimed: int | None = None
         self._rank_by_prefix()
-        while self._waiting.has_next():
+        # Without KV all tokens are computed in each step, whatever the budget.
+        most = 2 * self._budget_tokens if self._keeps_kv else sys.maxsize
+        num_to_compute = self._num_to_compute() if self._waiting.has_next() else 0
+        while num_to_compute < most and self._waiting.has_next():
             request = self._waiting.peek()
             watermark = self._watermark * bool(self._running)
             has_room, match, needed = self._rows.has_free(), None, 0
@@ -493,8 +499,15 @@ class Scheduler:
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
             request.row = self._rows.take(request, num_cached)
+            num_to_compute += min(request.num_tokens - num_cached, self._max_prompt_tokens)
             request.status = RequestStatus.PREFILL
             self._running[request.request_id] = request
+
+    def _num_to_compute(self) -> int:
+        """Tokens that running requests could have computed in one step."""
+        rows, state = self._rows.in_order(), self._rows
+        left = state.num_tokens(rows) - state.num_scheduled[rows]
+        return int(np.minimum(left, self._max_prompt_tokens).sum())
 
     def _match(self, request: Request, num_available: int) -> tuple[Match | None, int]:
         """What the prefix cache has of a request, and the blocks that it takes from those that are

@@ -472,15 +472,32 @@ def test_waiting_queue() -> None:
     assert len(queue) == 0
 
 
+@pytest.mark.parametrize("threshold", [None, 10])
+def test_who_has_no_room_in_two_steps_waits_outside(threshold: int | None) -> None:
+    """Requests enter for this step and the next, by what they could compute in them; the others
+    when those have got on. A plan is no smaller for that."""
+    world = World(num_blocks=600, budget=40, max_num_seqs=16, max_prompt_tokens=threshold)
+    for _ in range(12):
+        world.add(20, 3)
+    world.step()
+    assert sum(world.num_planned.values()) == 40
+    assert world.scheduler.num_running == (8 if threshold else 4)
+    world.step()
+    assert sum(world.num_planned.values()) == 80
+    assert world.scheduler.num_running == (8 if threshold else 6)
+    world.run()
+    world.check_done()
+
+
 def test_a_few_blocks_stay_free() -> None:
     """A request enters beside others only if the blocks of its tokens, those that the running ones
     still need for theirs, and 3 % of the pool are free; alone it may take all."""
-    world = World(num_blocks=200, budget=256, max_num_seqs=4)
+    world = World(num_blocks=200, budget=4096, max_num_seqs=4)
     world.add(97 * 16, 2)
     world.add(98 * 16, 2)
     world.step()
     assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 1)
-    world = World(num_blocks=200, budget=256, max_num_seqs=4)
+    world = World(num_blocks=200, budget=4096, max_num_seqs=4)
     world.add(97 * 16, 2)
     world.add(97 * 16, 2)
     world.add(16, 2)
