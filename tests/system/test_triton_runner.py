@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.cache import triton_kv
-from pico_vllm.engine import triton_runner
+from pico_vllm.engine import cuda_graph, triton_runner
 from pico_vllm.engine.cuda_graph import CudaGraphs, Tail
 from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
@@ -291,6 +291,38 @@ def test_fresh_prompts_beside_older_ones(model: Path, monkeypatch: pytest.Monkey
             for output in (ours, theirs)
         ]
         assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("takes_fresh", [False, True])
+def test_graphs_of_every_kind_of_request(
+    model: Path, takes_fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in which each kind of request has its own kernel, as large ones do, in graphs with
+    padded tokens and requests: the first time kernel by kernel, then captured and replayed, the
+    answers are those of plain operations."""
+
+    def attend_fresh(*tensors: torch.Tensor, scale: float, out: torch.Tensor) -> torch.Tensor:
+        first = int(tensors[3][0])
+        attended = hopper_prefill_reference(*(x.cpu() for x in tensors), scale=scale)
+        out[first:] = attended[first:]
+        return out
+
+    monkeypatch.setattr(triton_kv, "can_take", lambda *_: takes_fresh)
+    monkeypatch.setattr(triton_kv, "hopper_prefill", attend_fresh)
+    monkeypatch.setattr(cuda_graph, "MAX_ALIKE_TOKENS", 0)
+    prompts = [[11], list(range(7, 17)), [5, 9, 200]]
+    settings = SETTINGS | {"kernels": "attention", "max_num_seqs": 5, "cuda_graph": "off"}
+    settings |= {"max_num_batched_tokens": 8, "enable_prefix_caching": "off"}
+    with LLM(str(model), **PLAIN) as llm:
+        wanted = [each.outputs[0].token_ids for each in llm.generate(prompts, greedy(4))]
+    with LLM(str(model), **settings) as llm:
+        _run_at_once(llm)
+        for _ in range(3):
+            found = [each.outputs[0].token_ids for each in llm.generate(prompts, greedy(4))]
+            assert found == wanted
+        shapes = {shape for shape, _ in llm.engine._runner.graphs._graphs}
+        tiny.assert_idle(llm)
+    assert {Shape(8, 5, "fresh"), Shape(8, 5, "mixed")} <= shapes
 
 
 def test_every_kind_of_request_with_overlap(model: Path) -> None:
