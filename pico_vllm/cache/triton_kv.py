@@ -185,6 +185,7 @@ class TritonStep:
         of_all = *kv.layers[layer], batch.block_table, self._table_rows
         options: dict[str, Any] = {
             "scale": kv.scale, "new_kv_TGD": (k_TGD, v_TGD), "out": out_THD,
+            # Splits are added up for all tokens.
             "scratch": kv.prefill_scratch if feed.decode_lens is None else None,
         }  # fmt: skip
         if feed.older_starts is not None:

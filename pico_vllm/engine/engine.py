@@ -107,7 +107,7 @@ class Engine:
         # A pass in C, which the first token waits for.
         try:
             packed = struct.pack(f"{num_prompt_tokens}q", *prompt_token_ids)
-        except struct.error:
+        except (struct.error, TypeError):
             self._refuse_token(prompt_token_ids)
         token_ids = np.frombuffer(packed, np.int64)
         lowest = token_ids.min()

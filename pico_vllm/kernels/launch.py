@@ -2,8 +2,8 @@
 
 Under programmatic dependent launch (compute capability 9.0 and newer) a kernel's blocks may start
 while the kernel before it still runs: they fetch what does not depend on it, wait, and go on. Every
-kernel of a forward pass calls `wait_for_inputs` before it reads or writes anything that another
-kernel writes, so that waiting for the last one is waiting for all.
+kernel of a forward pass calls `wait_for_inputs` before it writes anything, or reads what another
+kernel of the step writes, so that waiting for the last one is waiting for all.
 """
 
 from __future__ import annotations

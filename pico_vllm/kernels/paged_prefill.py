@@ -353,7 +353,8 @@ def _add_splits_kernel(
     partial_ptr, stats_ptr, num_used_ptr, out_ptr, num_tokens, stride_ot, stride_oh,
     D: tl.constexpr, D_PAD: tl.constexpr, MOST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token, in one warp: of what a thread adds up it has all splits."""
+    """One head of one token. In one warp a thread has all splits of what it adds up, where heads
+    have 128 features: nothing is exchanged."""
     let_next_start(USE_PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, d = tl.arange(0, MOST), tl.arange(0, D_PAD)
@@ -592,7 +593,8 @@ def paged_prefill(
     if has_splits:
         _add_splits_kernel[(num_tokens, num_heads)](
             *sums, out, num_tokens, *out.stride()[:2],
-            D=head_dim, D_PAD=head_dim_pad, MOST=MAX_PROMPT_SPLITS, num_warps=1, **options,
+            D=head_dim, D_PAD=head_dim_pad, MOST=MAX_PROMPT_SPLITS,
+            num_warps=1 if head_dim_pad <= 128 else 2, **options,
         )  # fmt: skip
     return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from paged import LAYER, PagedCase, dense_attention, paged_case
 from pairwise import pairwise
 from torch import Tensor
 
+from pico_vllm.kernels import paged_prefill as source
 from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS
 from pico_vllm.kernels.paged_prefill import (
     FEW_ROUNDS,
@@ -271,6 +273,36 @@ def test_splits(
     assert torch.equal(step.run(config, guarded.scratch), out)
     is_whole = torch.tensor(num_used) == 1
     assert torch.equal(out[is_whole], step.run(SMALL)[is_whole])
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="looks into the interpreter")
+@pytest.mark.parametrize(("query_len", "seq_len"), [(5, 101), (40, 104), (47, 90), (12, 12)])
+def test_splits_read_this_steps_keys_after_waiting(
+    query_len: int, seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a program waits for the kernel before, this step's tokens have no keys in the pool; it
+    may read those of older ones."""
+    step = made([query_len], [seq_len])
+    config = replace(SMALL, num_splits=3)
+    wanted = check(step, config, Guarded(step, 3).scratch)
+    positions = torch.arange(seq_len - query_len, seq_len)
+    row = int(step.rows[0])
+    block_size = step.k_BGSD.shape[2]
+    at = (step.table[row, positions // block_size].long(), slice(None), positions % block_size)
+    pools = (step.k_BGSD, step.v_BGSD)
+    kept = [pool[at].clone() for pool in pools]
+
+    def begin(*_: Any) -> None:
+        for pool in pools:
+            pool[at] = float("nan")
+
+    def wait(*_: Any) -> None:
+        for pool, values in zip(pools, kept, strict=True):
+            pool[at] = values
+
+    monkeypatch.setattr(source, "let_next_start", begin)
+    monkeypatch.setattr(source, "wait_for_inputs", wait)
+    assert torch.equal(step.run(config, Guarded(step, 3).scratch), wanted)
 
 
 def test_splits_by_default() -> None:

@@ -275,7 +275,7 @@ def test_ids_of_any_integer_type(llm: LLM) -> None:
         assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
         assert [type(token_id) for token_id in output.prompt_token_ids] == [int] * 3
         assert next(llm.stream(prompt, greedy(1))).token_ids == (wanted.outputs[0].token_ids[0],)
-    for bad in (np.True_, np.float64(6), np.int64(V_TOK), True):
+    for bad in (np.True_, np.float64(6), np.int64(V_TOK), True, np.array([5, 6])):
         with pytest.raises(TokenOutOfRangeError, match="prompt token 1 "):
             llm.generate([[np.int64(5), bad]], greedy(1))
 

@@ -11,6 +11,7 @@ import torch
 from pico_vllm.engine.device_batch import TURNS, DeviceBatchBuilder, Kind, Shape
 from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.forward_batch import ForwardBatch
+from pico_vllm.kernels.host_words import NUM_CHANGES
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.step import NewBlocks, NewRow, StepPlan
 
@@ -85,7 +86,7 @@ def test_a_prompt_and_its_state() -> None:
 def test_lengths_of_a_shared_prefix() -> None:
     """They arrive with a shape that is of such, and with no other; padding has none."""
     builder = _builder()
-    builder._words.words[:, 1:] = 99  # as other steps may have left them
+    builder._words.words[:, 2:] = 99  # as other steps may have left them
     plan = _decode_plan([2, 0], [20, 20])
     shape = Shape(3, 3, "decode", is_shared=True)
     shared = SharedPrefix(np.array([16, 16], np.int32), 2, 16)
@@ -103,7 +104,7 @@ def test_kinds_of_a_mixed_step() -> None:
     """Each kind has its own requests' tokens and no others'; padding belongs to nobody, whatever
     steps before have left."""
     builder = _builder()
-    builder._words.words[:, 1:] = 99
+    builder._words.words[:, 2:] = 99
     builder._tokens |= {row: np.arange(20, dtype=np.int32) for row in range(4)}
     plan = replace(
         _decode_plan([2, 0, 3, 1], [9, 5, 4, 0]),
@@ -258,8 +259,28 @@ def test_penalty_counts_after_a_late_step_and_a_preemption() -> None:
     assert not counts_WC[[0, 1, 3, 4]].any()
 
 
+def test_changes_are_made_once() -> None:
+    """Whatever the turns of older steps still hold, a step without changes makes none: staged
+    whole, or again."""
+    builder = _builder()
+    for row in range(TURNS):
+        _send(builder, _plan(row, [5] * 3, [row + 1]), Shape(4, 1, "extend"))
+    builder._state.fill_(77)
+    before = builder._state.clone()
+    shape = Shape(1, 1, "decode")
+    for _ in range(TURNS):
+        _send(builder, _decode_plan([2], [9]), shape)
+        assert torch.equal(builder._state, before)
+    for step in range(TURNS):
+        builder._words.words[builder.turn, NUM_CHANGES.value] = 40
+        builder.stage_again(_decode_plan([2], [10 + step], repeats=True))
+        builder.fetch(shape)
+        builder.launched()
+        assert torch.equal(builder._state, before)
+
+
 def test_more_changes_than_a_turn_holds() -> None:
-    """They are made all the same, before the step; and none of them again by a later one."""
+    """They are made all the same, before the step."""
     builder = _builder()
     builder._changes.words = builder._changes.words[:, :, :5]
     batch = _send(builder, _plan(2, list(range(50, 59)), [6, 1]), Shape(12, 2, "extend"))
@@ -267,12 +288,6 @@ def test_more_changes_than_a_turn_holds() -> None:
     assert builder.block_table_WM[2, :3].tolist() == [6, 1, 0]
     assert (builder.sampling.seeds_W[2], builder.sampling.sample_indices_W[2]) == (-7, 3)
     assert builder.sampling.temperatures_W.tolist() == [0, 0, 0.5, 0, 0]
-    builder.block_table_WM.zero_()
-    for _ in range(TURNS):
-        _send(builder, _decode_plan([2], [9]), Shape(1, 1, "decode"))
-    builder.stage_again(_decode_plan([2], [10], repeats=True))
-    builder.fetch(Shape(1, 1, "decode"))
-    assert not builder.block_table_WM.any()
 
 
 def test_more_ids_than_a_turn_holds() -> None:
