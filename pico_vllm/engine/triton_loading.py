@@ -167,7 +167,8 @@ def profile_activations(
         eager_bytes = _peak_bytes(runner, largest)
         graph_bytes = 0
         if config.cuda_graph != "off":
-            graph_bytes = _peak_bytes(runner, largest_in_graph) + GRAPH_RESERVE_BYTES
+            # Twice: captured in any order, large ones do not fit where small ones were.
+            graph_bytes = 2 * _peak_bytes(runner, largest_in_graph) + GRAPH_RESERVE_BYTES
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
