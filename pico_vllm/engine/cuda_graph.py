@@ -42,8 +42,8 @@ MAX_EXTEND_TOKENS = EXTEND_TOKENS[-1]
 MAX_ALIKE_TOKENS = 4096
 """In larger steps each kind of request is attended by its own kernel."""
 LARGE_STEP_REQUESTS = (1, 16, 256)
-"""Sizes for larger steps, beside which padded requests cost nothing: the fewer graphs, the sooner
-each of them is there."""
+"""Sizes for larger steps: the fewer graphs, the sooner each of them is there. 190 padded requests
+cost such a step of Qwen2.5-1.5B 0.25 of 31 ms on an H200."""
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

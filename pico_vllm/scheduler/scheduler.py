@@ -460,7 +460,9 @@ class Scheduler:
         self._rank_by_prefix()
         # Without KV all tokens are computed in each step, whatever the budget.
         most = 2 * self._budget_tokens if self._keeps_kv else sys.maxsize
-        num_to_compute = self._num_to_compute() if self._waiting.has_next() else 0
+        num_to_compute = 0  # nor is it asked for where nobody can enter
+        if self._waiting.has_next() and self._rows.has_free():
+            num_to_compute = self._num_to_compute()
         while num_to_compute < most and self._waiting.has_next():
             request = self._waiting.peek()
             watermark = self._watermark * bool(self._running)
