@@ -20,10 +20,9 @@ Owner of: the leases of running requests, and the list of leaders and followers.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from pico_vllm.cache.prefix_cache import Lease, PrefixCache
 from pico_vllm.cache.radix_tree import TOKEN_BYTES, Match, Node, Tokens, num_common_tokens
@@ -266,12 +265,12 @@ class Prefixes:
         stop = num_computed * TOKEN_BYTES
         tokens = b""
         if stop > start:
-            num_outputs = num_computed - request.num_prompt_tokens
-            tokens = running.tokens
-            if stop > len(tokens):
-                outputs = np.array(request.output_token_ids[:num_outputs], np.int32)
-                tokens = request.prompt_token_ids.tobytes() + outputs.tobytes()
-            tokens = tokens[start:stop]
+            tokens = running.tokens[start:stop]
+            num_known = len(running.tokens) // TOKEN_BYTES
+            if num_computed > num_known:
+                first = num_known - request.num_prompt_tokens
+                last = num_computed - request.num_prompt_tokens
+                tokens += _packed(request.output_token_ids[first:last])
         block_ids, request.block_ids = request.block_ids, []
         self._let_go_of(running, None)
         # Last: it may evict others, and what raises there shall not cost more than that.
@@ -329,7 +328,9 @@ class Prefixes:
 
 
 def _tokens(request: Request) -> Tokens:
-    if not request.output_token_ids:
-        return request.prompt_token_ids.tobytes()
-    outputs = np.array(request.output_token_ids, np.int32)
-    return request.prompt_token_ids.tobytes() + outputs.tobytes()
+    return request.prompt_token_ids.tobytes() + _packed(request.output_token_ids)
+
+
+def _packed(token_ids: list[int]) -> Tokens:
+    """In half the time of an array of them."""
+    return struct.pack(f"{len(token_ids)}i", *token_ids)
