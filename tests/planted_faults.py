@@ -246,7 +246,7 @@ PLANTS = (
     Plant(
         "blocks freed and kept",
         SCHEDULER,
-        "self._blocks.free(request.block_ids)\n            request.block_ids = []",
+        "self._blocks.free(request.block_ids)\n                request.block_ids = []",
         "self._blocks.free(request.block_ids)",
     ),
     Plant("blocks leaked", SCHEDULER, "self._blocks.free(request.block_ids)", "pass"),

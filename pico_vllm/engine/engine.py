@@ -257,9 +257,11 @@ class Engine:
             if self.config.overlap == "on":
                 # The step just launched stays under way while the one before it is committed.
                 launched, self._in_flight = self._in_flight, launched
+            if launched is not None:
+                plan, pending = launched
+            self._scheduler.release_ended()
             if launched is None:
                 return StepEvents()
-            plan, pending = launched
             result = pending.result()
             self.host_clock.received()
             events = self._scheduler.commit(plan, result)

@@ -50,7 +50,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import compress
 
@@ -123,6 +123,8 @@ class Scheduler:
         """By row: from where to where the blocks of its table became others, as they were
         published."""
         self._running: dict[str, Request] = {}
+        self._ended: deque[tuple[Request, int]] = deque()
+        """Those that still hold their blocks, and how many of their tokens have KV there."""
         self._rows = Rows(max_num_seqs)
         self._watermark = int(WATERMARK * blocks.num_device_blocks)
         self._num_plans = 0
@@ -232,7 +234,7 @@ class Scheduler:
 
     @property
     def num_held_blocks(self) -> int:
-        """By running requests: neither free nor cached for nobody."""
+        """By requests that run, or have just ended: neither free nor cached for nobody."""
         return self._blocks.num_device_blocks - self._num_available_blocks
 
     @property
@@ -250,6 +252,8 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.look_at_disk()
         self._watch_progress()
+        if len(self._waiting) > 0:
+            self.release_ended()
         self._admit()
         rows, state = self._rows.in_order(), self._rows
         last = self._last_plan
@@ -289,6 +293,8 @@ class Scheduler:
         missing = None
         if np.count_nonzero(ends > state.num_blocks[rows] * self._block_size):
             missing = -(-ends // self._block_size) - state.num_blocks[rows]
+            if missing.sum() > self._num_available_blocks:
+                self.release_ended()
             if missing.sum() > self._num_available_blocks:
                 is_kept = self._make_room(rows, missing)
                 rows, context_lens, query_lens, missing = (
@@ -337,7 +343,7 @@ class Scheduler:
             if token_id in request.stop_token_ids or len(outputs) >= request.max_tokens:
                 reason = reasons[index] = _end_of(request, token_id)
                 if reason is not None:
-                    self._finish(request, reason)
+                    self._finish(request, reason, keeps_blocks=True)
         if self._prefixes is not None:
             if plan.num_decodes < len(token_ids):
                 self._publish_prompts(plan, running)
@@ -401,11 +407,7 @@ class Scheduler:
         for request_id in request_ids:
             request = self._waiting.remove(request_id) or self._running.get(request_id)
             if request is not None:
-                try:
-                    self._finish(request, FinishReason.ERROR)
-                except Exception:
-                    # In what its cached blocks push out: it has left by then, as the others will.
-                    logger.exception("eviction_failed behind request %s", request_id)
+                self._finish(request, FinishReason.ERROR)
         if self._prefixes is not None:
             self._prefixes.drop_transfers()
         return StepEvents(
@@ -782,14 +784,16 @@ class Scheduler:
         request.num_cached_tokens = int(self._rows.num_scheduled[row])
         self._prefixes.drop_source(request)
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, *, keeps_blocks: bool = False
+    ) -> None:
         # Of what an error ended nothing more is trusted.
         num_committed = 0 if reason is FinishReason.ERROR else self._num_committed(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self._num_fruitless_steps = 0
         if request.request_id in self._running:
-            self._release(request, num_committed)
+            self._release(request, num_committed, keeps_blocks=keeps_blocks)
 
     @staticmethod
     def _num_committed(request: Request) -> int:
@@ -797,24 +801,43 @@ class Scheduler:
         but the last, which was sampled. The chunks of a prompt were published as they came."""
         return request.num_tokens - 1 if request.status is RequestStatus.DECODING else 0
 
-    def _release(self, request: Request, num_committed: int) -> None:
-        """Take row and blocks from a running request."""
+    def _release(self, request: Request, num_committed: int, *, keeps_blocks: bool = False) -> None:
+        """Take row and blocks from a running request. keeps_blocks: these later (`release_ended`),
+        if any other runs."""
         del self._running[request.request_id]
         self._exchanged.pop(request.row, None)
         self._rows.give_back(request.row)
         request.row = -1
-        if self._prefixes is not None:
-            self._prefixes.leave(request, num_committed)
-        else:
-            self._blocks.free(request.block_ids)
-            request.block_ids = []
+        self._ended.append((request, num_committed))
+        if not (keeps_blocks and self._running):
+            self.release_ended()
+
+    def release_ended(self) -> None:
+        """Take the blocks of requests that have ended: once the engine has launched a step, whose
+        time on the device this work then hides behind, and before anybody lacks blocks.
+
+        Where many end at once it takes longer than a step.
+        """
+        while self._ended:
+            request, num_committed = self._ended.popleft()
+            if self._prefixes is None:
+                self._blocks.free(request.block_ids)
+                request.block_ids = []
+                continue
+            try:
+                self._prefixes.leave(request, num_committed)
+            except Exception:
+                # In what its cached blocks push out: it has left by then, as the others will.
+                logger.exception("eviction_failed behind request %s", request.request_id)
 
     def check_invariants(self) -> None:
         self._blocks.check_invariants()
         running = list(self._running.values())
-        holders = Counter(block_id for request in running for block_id in request.block_ids)
+        assert running or not self._ended, "nobody would release them"
+        holding = [*running, *(request for request, _ in self._ended)]
+        holders = Counter(block_id for request in holding for block_id in request.block_ids)
         if self._prefixes is not None:
-            self._prefixes.check_invariants(running)
+            self._prefixes.check_invariants(holding)
             holders.update(self._prefixes.cache.block_ids())
             holders.update(self._prefixes.cache.loading_block_ids())
         else:

@@ -258,6 +258,46 @@ def test_answers_are_cached_too(overlap: bool) -> None:
     clients.check()
 
 
+@pytest.mark.parametrize("case", ["nobody asks", "one waits", "one lacks a block"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_of_ended_requests_go_behind_the_next_launch(
+    overlap: bool, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are cached while the device computes; before it launches where somebody waits, who finds
+    them, or a running request lacks one; and at once where nobody else runs."""
+    num_blocks = 7 if case == "one lacks a block" else 16
+    clients = clients_of(overlap=overlap, num_blocks=num_blocks, budget=128)
+    scheduler, order = clients.engine._scheduler, []
+    runner, prefixes = clients.engine._runner, scheduler._prefixes
+    assert prefixes is not None
+    for place, name in ((prefixes, "leave"), (runner, "launch")):
+        inner = getattr(place, name)
+
+        def seen(*arguments: Any, inner: Any = inner, name: str = name) -> Any:
+            order.append(name)
+            return inner(*arguments)
+
+        monkeypatch.setattr(place, name, seen)
+    first = clients.ask(ids(60), 5)
+    # Its fourth block is wanted by the plan after the first one's end is known.
+    second = clients.ask(ids(43 if overlap else 44, 1), 12)
+    while first.request_id not in clients.ended:
+        clients.step()
+    assert "leave" not in order and scheduler.num_held_blocks == 7
+    order.clear()
+    third = None
+    if case == "one waits":
+        third = clients.ask(ids(60) + first.output_token_ids, 2)
+    clients.step()
+    is_before = case != "nobody asks"
+    assert order == (["leave", "launch"] if is_before else ["launch", "leave"])
+    clients.run()
+    assert third is None or third.num_cached_tokens == 64
+    assert second.request_id in clients.ended and order[-1] == "leave"
+    assert clients.engine.num_preemptions == 0
+    clients.check()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_preempted_request_finds_its_own_blocks(overlap: bool) -> None:
     """All that committed steps computed of it is there when it enters again, unless others took the
