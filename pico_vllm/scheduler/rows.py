@@ -72,9 +72,13 @@ class Rows:
         self._free.append(row)
 
     def in_order(self) -> NDArray[np.int32]:
-        """The rows in use, those that were taken first first."""
+        """The rows in use: first those that decode, the longest first, since a device is soonest
+        done with attention if the longest contexts begin first; then the others as they came.
+        Sorted when a row is taken or given back, between which all of them grow alike."""
         if self._in_order is None:
-            self._in_order = np.array(list(self._in_use), np.int32)
+            rows = np.array(list(self._in_use), np.int32)
+            lens = np.where(self.num_sampled[rows] > 0, self.num_scheduled[rows], 0)
+            self._in_order = rows[np.argsort(-lens, kind="stable")]
             self._index_in_order = self._in_order.astype(np.intp)
             self._ids_in_order = self._ids_of(self._in_order)
         return self._in_order
@@ -100,7 +104,8 @@ class Rows:
         return tuple([self.requests[row].request_id for row in rows.tolist()])
 
     def check_invariants(self, running: Sequence[Request]) -> None:
-        assert [request.row for request in running] == self.in_order().tolist(), "order of rows"
+        assert [request.row for request in running] == list(self._in_use), "order of arrival"
+        assert sorted(self.in_order().tolist()) == sorted(self._in_use), "rows of a step"
         assert sorted([*self._in_use, *self._free]) == list(range(len(self.requests))), (
             "a row used twice, or lost"
         )

@@ -150,7 +150,7 @@ class World:
             # No decode row waits.
             running = self.scheduler._running.values()
             decoding = [r.request_id for r in running if r.status is RequestStatus.DECODING]
-            assert list(plan.request_ids[: plan.num_decodes]) == decoding
+            assert sorted(plan.request_ids[: plan.num_decodes]) == sorted(decoding)
         for index, request in enumerate(requests):
             end = int(plan.context_lens[index] + plan.query_lens[index])
             num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
@@ -402,6 +402,22 @@ def test_bad_logits_end_one_request() -> None:
     world.run()
     assert world.answers[other.request_id] == answer_alone(other)
     assert world.blocks.num_free_device_blocks == world.num_blocks
+
+
+def test_the_longest_contexts_come_first() -> None:
+    """Among requests that decode; prompts come behind them in order of arrival. Who came last among
+    equals stays behind, and answers are those of their requests."""
+    world = World(num_blocks=32, max_num_seqs=8, budget=256)
+    for length in (10, 30, 20, 30):
+        world.add(length, 6)
+    world.step()
+    for length in (12, 40):
+        world.add(length, 6)
+    assert world.plan_and_commit().request_ids == ("r1", "r3", "r2", "r0", "r4", "r5")
+    world.add(5, 2)
+    assert world.plan_and_commit().request_ids == ("r5", "r1", "r3", "r2", "r4", "r0", "r6")
+    world.run()
+    world.check_done()
 
 
 @pytest.mark.parametrize("has_plan", [False, True])
