@@ -290,14 +290,14 @@ PLANTS = (
     Plant(
         "shared block freed",
         BLOCKS,
-        "ref_counts[block_id] -= 1",
-        "ref_counts[block_id] = 0",
+        "        for block_id in block_ids:\n            ref_counts[block_id] -= 1",
+        "        for block_id in block_ids:\n            ref_counts[block_id] = 0",
     ),
     Plant(
         "held block freed",
         BLOCKS,
-        "for block_id in block_ids if ref_counts[block_id] == 1",
-        "for block_id in block_ids",
+        "if count <= 1:",
+        "if count <= 2:",
     ),
     Plant(
         "last block never given",

@@ -89,17 +89,28 @@ class BlockManager:
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Count one more holder of each block, each named once."""
-        self._check_live(block_ids)
+        _check_distinct(block_ids)
         ref_counts = self._ref_counts
-        for block_id in block_ids:
-            ref_counts[block_id] += 1
+        for index, block_id in enumerate(block_ids):
+            count = ref_counts[block_id]
+            if count == 0:
+                for earlier_id in block_ids[:index]:
+                    ref_counts[earlier_id] -= 1
+                raise _is_nobodys(block_id, block_ids)
+            ref_counts[block_id] = count + 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Count one holder less of each block, each named once; a block that nobody holds is free
         again."""
-        self._check_live(block_ids)
-        ref_counts = self._ref_counts
-        self._free.push([block_id for block_id in block_ids if ref_counts[block_id] == 1])
+        _check_distinct(block_ids)
+        ref_counts, freed = self._ref_counts, []
+        for block_id in block_ids:
+            count = ref_counts[block_id]
+            if count <= 1:
+                if count == 0:
+                    raise _is_nobodys(block_id, block_ids)
+                freed.append(block_id)
+        self._free.push(freed)
         for block_id in block_ids:
             ref_counts[block_id] -= 1
 
@@ -113,13 +124,11 @@ class BlockManager:
 
     def device_ids(self, block_ids: Sequence[int]) -> list[int]:
         """For block tables, slots and copies: the same ids, of blocks that somebody holds."""
-        self._check_live(block_ids)
+        _check_distinct(block_ids)
+        ref_counts = self._ref_counts
+        if not all(map(ref_counts.__getitem__, block_ids)):
+            raise _is_nobodys(next(i for i in block_ids if not ref_counts[i]), block_ids)
         return list(block_ids)
-
-    def _check_live(self, block_ids: Sequence[int]) -> None:
-        assert len(set(block_ids)) == len(block_ids), f"a block named twice: {block_ids}"
-        if not all(map(self._ref_counts.__getitem__, block_ids)):
-            raise KeyError(f"of the blocks {block_ids} some are nobody's")
 
     def check_invariants(self) -> None:
         assert min(self._ref_counts) >= 0, "fewer holders than none"
@@ -128,3 +137,11 @@ class BlockManager:
         assert sorted([*live, *free]) == list(range(1, self.num_device_blocks + 1))
         assert len(self._free) == len(free), "miscounted"
         assert all(free_id >= self._free._lowest for free_id in free), "one is hidden"
+
+
+def _check_distinct(block_ids: Sequence[int]) -> None:
+    assert len(set(block_ids)) == len(block_ids), f"a block named twice: {block_ids}"
+
+
+def _is_nobodys(block_id: int, block_ids: Sequence[int]) -> KeyError:
+    return KeyError(f"of the blocks {block_ids} block {block_id} is nobody's")

@@ -156,6 +156,9 @@ def test_misuse_is_caught() -> None:
     for misuse in (manager.free, manager.share, manager.device_ids):
         with pytest.raises(AssertionError, match="named twice"):
             misuse([block, block])
+        with pytest.raises(KeyError, match=r"of the blocks \[1, 2\] block 2 is nobody's"):
+            misuse([block, 2])
+        assert manager.ref_count(block) == 1, "counted before it was refused"
     manager.check_invariants()
 
 
