@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 from pico_vllm.request import Request
 
+SORTED_FROM = 64
+"""Fewer contexts are attended all at once."""
+
 
 class Rows:
     def __init__(self, max_num_seqs: int) -> None:
@@ -72,13 +75,15 @@ class Rows:
         self._free.append(row)
 
     def in_order(self) -> NDArray[np.int32]:
-        """The rows in use: first those that decode, the longest first, since a device is soonest
-        done with attention if the longest contexts begin first; then the others as they came.
-        Sorted when a row is taken or given back, between which all of them grow alike."""
+        """The rows in use, as they came; of SORTED_FROM and more first those that decode, the
+        longest first, since a device is soonest done with attention if the longest contexts begin
+        first. Sorted when a row is taken or given back, between which all of them grow alike."""
         if self._in_order is None:
             rows = np.array(list(self._in_use), np.int32)
-            lens = np.where(self.num_sampled[rows] > 0, self.num_scheduled[rows], 0)
-            self._in_order = rows[np.argsort(-lens, kind="stable")]
+            if len(rows) >= SORTED_FROM:
+                lens = np.where(self.num_sampled[rows] > 0, self.num_scheduled[rows], 0)
+                rows = rows[np.argsort(-lens, kind="stable")]
+            self._in_order = rows
             self._index_in_order = self._in_order.astype(np.intp)
             self._ids_in_order = self._ids_of(self._in_order)
         return self._in_order

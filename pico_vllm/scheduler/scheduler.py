@@ -509,6 +509,8 @@ class Scheduler:
 
     def _num_to_compute(self) -> int:
         """Tokens that running requests could have computed in one step."""
+        if not self._running:
+            return 0
         rows, state = self._rows.in_order(), self._rows
         left = state.num_tokens(rows) - state.num_scheduled[rows]
         return int(np.minimum(left, self._max_prompt_tokens).sum())
@@ -549,6 +551,8 @@ class Scheduler:
 
     def _num_unclaimed_blocks(self) -> int:
         """Available ones that no running request needs for the tokens that it has now."""
+        if not self._running:
+            return self._num_available_blocks
         rows, state = self._rows.in_order(), self._rows
         claimed = -(-state.num_tokens(rows) // self._block_size) - state.num_blocks[rows]
         return self._num_available_blocks - int(claimed.sum())

@@ -404,9 +404,10 @@ def test_bad_logits_end_one_request() -> None:
     assert world.blocks.num_free_device_blocks == world.num_blocks
 
 
-def test_the_longest_contexts_come_first() -> None:
-    """Among requests that decode; prompts come behind them in order of arrival. Who came last among
-    equals stays behind, and answers are those of their requests."""
+def test_the_longest_contexts_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among many requests that decode; prompts come behind them in order of arrival. Who came last
+    among equals stays behind, and answers are those of their requests."""
+    monkeypatch.setattr("pico_vllm.scheduler.rows.SORTED_FROM", 4)
     world = World(num_blocks=32, max_num_seqs=8, budget=256)
     for length in (10, 30, 20, 30):
         world.add(length, 6)
