@@ -46,9 +46,11 @@ from pico_vllm.kernels.launch import NUM_MULTIPROCESSORS, cdiv, launch_options
 
 TILE_REQUESTS = (64, 128, 256)
 MAX_REQUESTS = TILE_REQUESTS[-1]
-MIN_REQUESTS = 9
-"""With the norm before it as fast as head_sample at 8, of Qwen2.5-1.5B on an H200: 118 us and 119,
-at 16 / 24 118 / 123 and 115 / 112; of Qwen3-0.6B 83 / 81 / 88 and 78 / 77 / 75."""
+MIN_REQUESTS = 5
+"""Alone, with the norm before it, it is as fast as head_sample, of Qwen2.5-1.5B on an H200 at
+8 / 16 / 24 requests 118 / 118 / 123 us and 119 / 115 / 112, of Qwen3-0.6B 83 / 81 / 88 and
+78 / 77 / 75. In a step, where that one has a second kernel at its end, of 8 requests 1.148 ms and
+1.163, of 4 1.256 and 1.242."""
 MOST_BOUND_BY_READING = 128
 MIN_BUSY = 0.9
 """Share of multiprocessors with a tile, over all turns, where more requests bind by products."""
