@@ -42,7 +42,7 @@ from pico_vllm.kernels.small_linear import LinearScratch, checked_out, small_lin
 
 hopper_linear_reference = small_linear_reference
 
-MIN_ROWS, MAX_ROWS = 5, 16
+MIN_ROWS, MAX_ROWS = 3, 16
 MAX_K = 16384
 """The norm's weights of a program's part lie in shared memory whole."""
 BLOCK_N = 64

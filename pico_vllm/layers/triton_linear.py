@@ -1,7 +1,7 @@
 """What the GPU runs in the place of plain linear layers and embeddings.
 
 Up to 64 rows a product is bound by reading its weights: one kernel with its norm, bias, activation
-and residual. Above that cuBLAS, with kernels around it. On a Hopper 5 to 16 rows have a kernel
+and residual. Above that cuBLAS, with kernels around it. On a Hopper 3 to 16 rows have a kernel
 whose programs all start early (hopper_linear); from 25 to 256, smaller products, and up to 64 down
 too, leave their sums to what comes behind (hopper_split_k); and gate and up are one kernel with
 SiLU where that is faster (hopper_gate_up). Of small_linear's, from two rows on, only the first

@@ -1,4 +1,4 @@
-"""Linear layers of 5 to 16 rows in Gluon: source on the CPU, code for sm_90, and on the GPU."""
+"""Linear layers of 3 to 16 rows in Gluon: source on the CPU, code for sm_90, and on the GPU."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def launch_on_gpu(case: Case, scratch: LinearScratch, out: Tensor) -> None:
 @pytest.mark.parametrize(
     ("M", "shape", "flags", "dtype"),
     pairwise(
-        [5, 8, 9, 16],
+        [3, 8, 9, 16],
         # One round and less, rings that are filled again, splits of which the last takes fewer.
         [(64, 64), (100, 8), (72, 1000), (136, 1544), (40, 3080)],
         [(), FLAGS[:2], FLAGS[2:3], (FLAGS[0], FLAGS[3]), FLAGS[1:], FLAGS],
@@ -221,11 +221,11 @@ def test_compiles_for_hopper(
 
 
 def test_what_is_refused() -> None:
-    """Only a Hopper, 5 to 16 rows of 16 bits, and rows of weights that the copy engine takes."""
+    """Only a Hopper, 3 to 16 rows of 16 bits, and rows of weights that the copy engine takes."""
     assert not can_take(CPU, torch.bfloat16, 8, 1536, 1536, False)
     if can_take(DEVICE, torch.bfloat16, 8, 1536, 1536, False):
         for dtype, M, N, K, has_silu_mul in (
-            (torch.float32, 8, 64, 64, False), (torch.bfloat16, 4, 64, 64, False),
+            (torch.float32, 8, 64, 64, False), (torch.bfloat16, 2, 64, 64, False),
             (torch.bfloat16, 17, 64, 64, False), (torch.bfloat16, 8, 64, 60, False),
             (torch.bfloat16, 8, 64, MAX_K + 8, False), (torch.bfloat16, 8, 65, 64, True),
         ):  # fmt: skip
@@ -238,7 +238,7 @@ def test_arguments_that_are_refused() -> None:
     long = torch.zeros(6, 4096).bfloat16()
     shifted = torch.zeros(8 * 64 + 1).bfloat16()[1:].view(8, 64)
     cases = [
-        ((x[:4], weight), {}, r"\(4, 64\).* 5 to 16 rows"),
+        ((x[:2], weight), {}, r"\(2, 64\).* 3 to 16 rows"),
         ((x.new_zeros(17, 64), weight), {}, r"\(17, 64\)"),
         ((x.float(), weight), {}, "x is torch.float32"),
         ((x[:, :60], weight[:, :60]), {}, r"\(6, 60\).*multiple of 8"),
@@ -287,7 +287,7 @@ def test_grid(
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.memcheck
-@pytest.mark.parametrize(("M", "N", "K"), [(5, 33, 72), (9, 70, 1544)])
+@pytest.mark.parametrize(("M", "N", "K"), [(3, 33, 72), (9, 70, 1544)])
 def test_small(M: int, N: int, K: int) -> None:
     """Sizes that no tile divides, of tensors that end where their memory does."""
     check(case(M, N, K, torch.bfloat16, **dict.fromkeys(FLAGS, True)), launch_on_gpu)
