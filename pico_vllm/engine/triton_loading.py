@@ -156,7 +156,7 @@ def profile_activations(
         # which the most tokens are certain to be.
         most = (MOST_ROWS_OF_SMALL_TILES - 1) // model_config.num_heads
         short, medium = min(tokens, 128), min(tokens, most)
-        of_first_answer = Shape(min(tokens, 16), 1, "fresh"), Shape(1, 1, "decode")
+        of_first_answer = Shape(min(tokens, 16), 1, "extend"), Shape(1, 1, "decode")
         runner.compile(
             (
                 largest, largest_in_graph, Shape(short, 1, "extend"), Shape(short, 1, "fresh"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.cache import triton_kv
-from pico_vllm.engine import cuda_graph, triton_runner
+from pico_vllm.engine import cuda_graph, device_batch, triton_runner
 from pico_vllm.engine.cuda_graph import CudaGraphs, Tail
 from pico_vllm.engine.device_batch import Shape
 from pico_vllm.errors import ConfigError
@@ -269,6 +269,7 @@ def test_fresh_prompts_beside_older_ones(model: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(triton_kv, "can_take", lambda *_: True)
     monkeypatch.setattr(triton_kv, "hopper_prefill", attend_fresh)
+    monkeypatch.setattr(device_batch, "FEW_TOKENS", 0)
     prompts = [[11], list(range(7, 17)), [5, 9, 200]]
     params = [greedy(4), *[greedy(1, prompt_logprobs=0)] * 2]
     settings = SETTINGS | {"kernels": "attention", "max_num_seqs": 3, "cuda_graph": "off"}
@@ -310,6 +311,7 @@ def test_graphs_of_every_kind_of_request(
     monkeypatch.setattr(triton_kv, "can_take", lambda *_: takes_fresh)
     monkeypatch.setattr(triton_kv, "hopper_prefill", attend_fresh)
     monkeypatch.setattr(cuda_graph, "MAX_ALIKE_TOKENS", 0)
+    monkeypatch.setattr(device_batch, "FEW_TOKENS", 0)
     prompts = [[11], list(range(7, 17)), [5, 9, 200]]
     settings = SETTINGS | {"kernels": "attention", "max_num_seqs": 5, "cuda_graph": "off"}
     settings |= {"max_num_batched_tokens": 8, "enable_prefix_caching": "off"}

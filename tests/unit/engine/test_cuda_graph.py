@@ -117,7 +117,7 @@ def mixed_plan(num_decodes: int, older: list[int], fresh: list[int]) -> StepPlan
 @pytest.mark.parametrize(
     ("plan", "small", "large"),
     [
-        (mixed_plan(0, [], [9, 9]), "fresh", "fresh"),
+        (mixed_plan(0, [], [9, 9]), "extend", "fresh"),
         (mixed_plan(0, [9, 9], []), "extend", "extend"),
         (mixed_plan(0, [9], [9]), "extend", "mixed"),
         (mixed_plan(1, [9], []), "extend", "mixed"),
@@ -125,11 +125,15 @@ def mixed_plan(num_decodes: int, older: list[int], fresh: list[int]) -> StepPlan
     ],
 )
 def test_kinds(plan: StepPlan, small: str, large: str) -> None:
-    """Each kind of request has its own kernel in large steps alone, and decides in any."""
+    """Each kind of request has its own kernel in large steps alone; fresh ones alone have theirs
+    unless they are few tokens."""
     shape = graphs(256, 4096).shape_of(plan)
     assert shape == Shape(24 if plan.num_tokens > 16 else 16, 2, small)
     query_lens = plan.query_lens.copy()
-    query_lens[-1] += 5000
+    query_lens[-1] += 256
+    shape = graphs(256, 4096).shape_of(replace(plan, query_lens=query_lens))
+    assert shape == Shape(288, 2, "fresh" if large == "fresh" else "extend")
+    query_lens[-1] += 4744
     shape = graphs(256, 9000).shape_of(replace(plan, query_lens=query_lens))
     assert shape == Shape(5120, 16, large)
 
