@@ -113,8 +113,10 @@ class Engine:
         lowest = token_ids.min()
         if lowest < 0 or token_ids.max() >= self.vocab_size:
             self._refuse_token(prompt_token_ids)
-        if lowest <= 1 and bool in set(map(type, prompt_token_ids)):  # which counts as 0 or 1
-            self._refuse_token(prompt_token_ids)
+        if lowest <= 1:  # or a bool, which counts as one of these
+            of_these = (token_ids <= 1).nonzero()[0].tolist()
+            if any(isinstance(prompt_token_ids[index], bool) for index in of_these):
+                self._refuse_token(prompt_token_ids)
         room = self.max_model_len - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:
             raise ContextLengthError(
