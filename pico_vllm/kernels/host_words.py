@@ -22,8 +22,11 @@ PIECE = 4
 """Words that are read at once: 16 bytes."""
 BLOCK_N = 8192
 """Words under way at once: those of a step of 1,000 decoding requests, or of 2,700 tokens."""
+EARLY_C = 256
+"""Changes that are read beside the words, whether there are any or not: those of a request of 3,000
+tokens that enters. One way over the bus less than asking for them once their number is known."""
 BLOCK_C = 2048
-"""Changes under way at once: those of ten requests that enter."""
+"""Of the others, under way at once: those of ten requests."""
 BLOCK_R = 1024
 NUM_CHANGES = tl.constexpr(1)
 """Which of a step's words says how many changes there are."""
@@ -49,7 +52,8 @@ def publish_ids_reference(ids_R: Tensor, turn: Tensor, host_UR: Tensor) -> None:
 def _fetch_words_kernel(
     host_ptr, changes_ptr, counter_ptr, words_ptr, state_ptr,
     host_stride, changes_stride, num_turns, num_pieces, capacity,
-    PIECE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, USE_PDL: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_C: tl.constexpr, BLOCK_C: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program, which reads the counter and counts in one."""
     let_next_start(USE_PDL)
@@ -57,12 +61,16 @@ def _fetch_words_kernel(
     host_ptr += turn * host_stride
     changes_ptr += turn * changes_stride
     num_changes = tl.load(host_ptr + NUM_CHANGES, volatile=True)
+    early = tl.arange(0, EARLY_C)
+    early_place = tl.load(changes_ptr + early, mask=early < capacity, volatile=True)
+    early_value = tl.load(changes_ptr + capacity + early, mask=early < capacity, volatile=True)
     for first in range(0, num_pieces * PIECE, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         is_there = n < num_pieces * PIECE
         words = tl.load(host_ptr + n, mask=is_there, volatile=True)
         tl.store(words_ptr + n, words, mask=is_there)
-    for first in range(0, num_changes, BLOCK_C):
+    tl.store(state_ptr + early_place.to(tl.int64), early_value, mask=early < num_changes)
+    for first in range(EARLY_C, num_changes, BLOCK_C):
         at = first + tl.arange(0, BLOCK_C)
         is_change = at < num_changes
         place = tl.load(changes_ptr + at, mask=is_change, volatile=True).to(tl.int64)
@@ -130,7 +138,7 @@ def fetch_words(
     _fetch_words_kernel[(1,)](
         host_UN, changes_U2C, counter, words_N, state_S,
         host_UN.stride(0), changes_U2C.stride(0), host_UN.shape[0], num_words // PIECE, shape[2],
-        PIECE=PIECE, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C, num_warps=8, **options,
+        PIECE=PIECE, BLOCK_N=BLOCK_N, EARLY_C=EARLY_C, BLOCK_C=BLOCK_C, num_warps=8, **options,
     )  # fmt: skip
 
 

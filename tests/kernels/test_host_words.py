@@ -14,6 +14,7 @@ from pico_vllm.kernels.host_words import (
     BLOCK_C,
     BLOCK_N,
     BLOCK_R,
+    EARLY_C,
     fetch_words,
     fetch_words_reference,
     publish_ids,
@@ -67,7 +68,7 @@ def no_changes(num_turns: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.memcheck
-@pytest.mark.parametrize("num_changes", [1, 3, BLOCK_C, BLOCK_C + 1])
+@pytest.mark.parametrize("num_changes", [1, 3, EARLY_C, EARLY_C + 1, EARLY_C + BLOCK_C + 1])
 def test_changes_come_in_turns(num_changes: int) -> None:
     """Each fetch makes the changes of its turn and no others, in places far apart."""
     capacity, size = num_changes + 3, 5 * num_changes
@@ -143,8 +144,8 @@ fetch = {"host_ptr": "*i32", "changes_ptr": "*i32", "counter_ptr": "*i64", "word
 fetch |= {"state_ptr": "*i32", "changes_stride": "i32"}
 fetch |= {"num_turns": "i32", "num_pieces": "i32", "capacity": "i32"}
 code = compiled(
-    host_words._fetch_words_kernel, fetch | shared, PIECE=4, BLOCK_N=8192, BLOCK_C=2048,
-    USE_PDL=True,
+    host_words._fetch_words_kernel, fetch | shared, PIECE=4, BLOCK_N=8192, EARLY_C=256,
+    BLOCK_C=2048, USE_PDL=True,
 )
 assert "ld.volatile.global.v4" in code.asm["ptx"], code.asm["ptx"]
 publish = {"host_ptr": "*i64", "ids_ptr": "*i64", "turn_ptr": "*i32", "num_ids": "i32"}
