@@ -189,6 +189,7 @@ class Scheduler:
     def plan_to_save(self, timeout_s: float) -> StepPlan | None:
         """A plan that stores some cached blocks below the device, to be written to disk. None when
         there are no more, no disk, or it takes longer."""
+        self.release_ended()
         if self._prefixes is None or not self._prefixes.cache.put_below(timeout_s):
             return None
         nobody = np.zeros(0, np.int32)

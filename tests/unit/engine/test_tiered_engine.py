@@ -118,6 +118,27 @@ def test_disk_and_a_restart(tmp_path: Path, overlap: bool) -> None:
     again.check()
 
 
+def test_what_just_ended_is_saved_too(tmp_path: Path) -> None:
+    """By an engine that closes while others run: its blocks are not given back by then."""
+    clients = clients_of(8, tiers={"disk": str(tmp_path), "num_records": 64})
+    ended = clients.ask(ids(60), 2)
+    other = clients.ask(ids(5, 1), 40)
+    while ended.request_id not in clients.ended:
+        clients.step()
+    scheduler, runner = clients.engine._scheduler, clients.engine._runner
+    assert scheduler.num_cached_blocks == 3, "of its prompt"
+    num_stored = 0
+    while (plan := scheduler.plan_to_save(60.0)) is not None:
+        num_stored += len(plan.stores)
+        scheduler.commit(plan, runner.launch(plan).result())
+    assert num_stored == 3
+    assert other.request_id not in clients.ended
+    clients.run()
+    clients.check()
+    clients.engine.close()
+    tiers_of(clients).close()
+
+
 def test_a_small_hit_is_computed() -> None:
     """What takes longer to load than to compute is not loaded."""
     for least, wanted in ((48, 48), (49, 0), (None, 0)):
