@@ -8,16 +8,14 @@ phase in which it ends. One prompt beforehand warms up and is not counted.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from pico_vllm.bench.load import greedy
+from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.metrics import distribution_ms
 from pico_vllm.bench.model_sizes import read_model_config
 from pico_vllm.bench.steps import measured_step
@@ -87,10 +85,7 @@ def run_interference(
                 | {"seed": config.seed},
                 llm.config,
             )
-        # The next engine needs the memory.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def measure(engine: Engine, scenario: Scenario, source: PromptSource) -> dict[str, float | None]:

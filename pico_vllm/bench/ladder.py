@@ -7,16 +7,14 @@ fastest of up to three.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from pico_vllm.bench.engine import PicoEngine
+from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.model_sizes import read_model_config
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.config.engine import EngineConfig
@@ -94,10 +92,7 @@ def run_ladder(
         if config.max_model_len is not None:
             settings["max_model_len"] = config.max_model_len
         yield from _run_stage(stage, contexts, replace(config, **settings, **stage.settings), load)
-        # The next stage needs the memory.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def _check_window(config: EngineConfig, context: int, num_tokens: int) -> None:

@@ -14,7 +14,6 @@ On and off are the same engine, weights, graphs and pool: between runs it gets a
 
 from __future__ import annotations
 
-import gc
 import statistics
 import tempfile
 import time
@@ -24,11 +23,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from pico_vllm.bench.engine import PicoEngine
 from pico_vllm.bench.host_cost import host_costs
 from pico_vllm.bench.load import greedy
+from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.metrics import distribution_ms
 from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.tier_figures import tier_figures
@@ -222,10 +221,7 @@ def run_turns(
                     parent = make_folder(config.kv_disk_path)
                 folder = tempfile.TemporaryDirectory(prefix="pico-vllm-bench-", dir=parent)
                 below = replace(below, kv_disk_path=stack.enter_context(folder))
-            # The engine before it may still have the memory.
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
             with closing(load(below)) as llm:
                 if host_gb is None:
                     host_gb = _gib(llm, shape.host_part * num_working)

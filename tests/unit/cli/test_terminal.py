@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import gc
 import io
 import sys
+import weakref
 
 import pytest
 
+from pico_vllm.bench.memory import free_memory
+from pico_vllm.cli import terminal
 from pico_vllm.cli.terminal import printable, write_answer
 from pico_vllm.config.engine import EngineConfig
 
@@ -42,7 +46,6 @@ def test_each_phase_of_a_start_has_its_bar(monkeypatch: pytest.MonkeyPatch) -> N
     """Bars stand one below the other and are gone when the model is there."""
     from rich.console import Console
 
-    from pico_vllm.cli import terminal
     from pico_vllm.engine import llm
 
     screen = io.StringIO()
@@ -61,3 +64,23 @@ def test_each_phase_of_a_start_has_its_bar(monkeypatch: pytest.MonkeyPatch) -> N
     shown = screen.getvalue()
     assert shown.index("some/model: loading weights") < shown.index("some/model: profiling memory")
     assert "290/290" in shown and "1/1" in shown
+
+
+def test_a_loaded_model_is_no_garbage_and_its_end_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collections pass by what was there after loading, until memory is wanted for another: what
+    nobody refers to any more is collected then, circles included."""
+    from pico_vllm.engine import llm
+
+    class Loaded:
+        def __init__(self, **settings: object) -> None:
+            self.itself = self
+
+    monkeypatch.setattr(llm, "LLM", Loaded)
+    loaded = terminal.load_llm(EngineConfig(model="some/model"))
+    assert gc.get_freeze_count() > 0 and gc.get_threshold()[0] == terminal.YOUNG_OBJECTS
+    model = weakref.ref(loaded)
+    del loaded
+    gc.collect()
+    assert model() is not None
+    free_memory()
+    assert model() is None and gc.get_freeze_count() == 0
