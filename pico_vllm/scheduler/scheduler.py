@@ -267,7 +267,9 @@ class Scheduler:
         is_decoding = num_sampled > 0
         is_both = is_live & is_decoding
         num_decoding = int(np.count_nonzero(is_both))
-        if num_decoding < len(rows):
+        if num_decoding == 0:
+            rows = rows[is_live]
+        elif num_decoding < len(rows):
             rows = np.concatenate((rows[is_both], rows[is_live & ~is_decoding]))
         context_lens = state.num_scheduled[rows]
         has_prompts = self._keeps_kv and num_decoding < len(rows)
@@ -294,9 +296,10 @@ class Scheduler:
         missing = None
         if np.count_nonzero(ends > state.num_blocks[rows] * self._block_size):
             missing = -(-ends // self._block_size) - state.num_blocks[rows]
-            if missing.sum() > self._num_available_blocks:
+            num_missing = int(missing.sum())
+            if num_missing > self._num_available_blocks:
                 self.release_ended()
-            if missing.sum() > self._num_available_blocks:
+            if num_missing > self._num_available_blocks:
                 is_kept = self._make_room(rows, missing)
                 rows, context_lens, query_lens, missing = (
                     each[is_kept] for each in (rows, context_lens, query_lens, missing)
@@ -736,7 +739,7 @@ class Scheduler:
         """Give the requests the blocks that they miss, all taken at once. Those of the cached
         tokens of one that enters come before them."""
         num_blocks = self._rows.num_blocks
-        growing = np.flatnonzero(missing > 0)
+        growing = (missing > 0).nonzero()[0]
         allocate = (
             self._blocks.allocate if self._prefixes is None else self._prefixes.cache.allocate
         )
