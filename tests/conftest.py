@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tiny import TinyModel
 
 # Without a GPU Triton's kernels run in its interpreter. Triton reads this when it is imported.
 if not torch.cuda.is_available():
@@ -25,12 +27,6 @@ def collector_as_it_was() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-class TinyModel(NamedTuple):
-    folder: Path
-    oracle: Any
-    canary: Any
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Random Qwen2-style model with a byte-level tokenizer: 300 known ids, 320 rows in the head."""
@@ -39,7 +35,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     model = tiny.random_model(tiny.hf_config("qwen2"), seed=7)
     oracle = tiny.Oracle(model)
     folder = tiny.save_model(tmp_path_factory.mktemp("tiny"), model)
-    return TinyModel(folder, oracle, tiny.Canary(oracle))
+    return tiny.TinyModel(folder, oracle, tiny.Canary(oracle))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -286,3 +286,11 @@ def scripted(llm: LLM, answers: dict[tuple[int, ...], Sequence[int]]) -> Iterato
         yield
     finally:
         runner._sampler.sample = original
+
+
+class TinyModel(NamedTuple):
+    """What the fixture of that name gives."""
+
+    folder: Path
+    oracle: Oracle
+    canary: Canary

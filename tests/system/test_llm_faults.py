@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import TinyModel
-from tiny import EOS, FIXTURE_T, assert_idle, greedy, random_prompts, scripted
+from tiny import EOS, FIXTURE_T, TinyModel, assert_idle, greedy, random_prompts, scripted
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.engine import output_processor

@@ -17,8 +17,18 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import TinyModel
-from tiny import BOS, EOS, FIXTURE_T, PIECES, V_TOK, assert_idle, greedy, random_prompts, scripted
+from tiny import (
+    BOS,
+    EOS,
+    FIXTURE_T,
+    PIECES,
+    V_TOK,
+    TinyModel,
+    assert_idle,
+    greedy,
+    random_prompts,
+    scripted,
+)
 
 from pico_vllm import LLM, PicoError, RequestOutput, SamplingParams
 from pico_vllm.errors import (

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import tiny
-from conftest import TinyModel
 from test_llm_prefix_cache import workload
-from tiny import assert_idle, greedy, random_prompts
+from tiny import TinyModel, assert_idle, greedy, random_prompts
 
 from pico_vllm import LLM
 from pico_vllm.cache.tiers.lower import LowerTiers

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import TinyModel
-from tiny import FIXTURE_T, assert_idle, greedy, random_prompts
+from tiny import FIXTURE_T, TinyModel, assert_idle, greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.errors import ContextLengthError, InvalidRequestError

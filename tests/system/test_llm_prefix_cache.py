@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from conftest import TinyModel
-from tiny import assert_idle, greedy, random_prompts
+from tiny import TinyModel, assert_idle, greedy, random_prompts
 
 from pico_vllm import LLM, SamplingParams
 from pico_vllm.errors import ConfigError, InvalidRequestError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TinyModel
 from safetensors.torch import load_file, save_file
+from tiny import TinyModel
 
 from pico_vllm import LLM
 from pico_vllm.errors import ConfigError, ModelLoadError
