@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pico_vllm.request import Request
 
 SORTED_FROM = 64
-"""Fewer contexts are attended all at once."""
+"""Fewer contexts of up to 8 KV heads are attended all at once on an H200."""
 
 
 class Rows:
