@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pico_vllm.bench.peers.base import BenchEngine
+from pico_vllm.bench.record import rounded
 from pico_vllm.bench.steps import step_error
 from pico_vllm.bench.workload import PromptSource, Workload
 from pico_vllm.engine.llm import LLM
@@ -78,7 +79,7 @@ def run_workloads(
             yield {
                 "id": workload.id,
                 "engine": engine.name,
-                **{k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()},
+                **rounded(line),
                 "batch": workload.batch,
                 "repeats": REPEATS,
                 "seed": seed,

@@ -18,6 +18,7 @@ from pico_vllm.bench.load import greedy
 from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.metrics import distribution_ms
 from pico_vllm.bench.model_sizes import read_model_config
+from pico_vllm.bench.record import rounded
 from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.config.engine import EngineConfig
@@ -80,7 +81,7 @@ def run_interference(
             budget = each.max_num_batched_tokens
             yield (
                 {"id": f"interference-t{budget}", "budget_tokens": budget}
-                | {k: v if v is None else round(v, 4) for k, v in figures.items()}
+                | rounded(figures)
                 | shape
                 | {"seed": config.seed},
                 llm.config,

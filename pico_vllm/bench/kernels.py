@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pico_vllm.bench.limits import cuda_ms
+from pico_vllm.bench.record import rounded
 from pico_vllm.cache.triton_kv import TritonKV, TritonStep
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows
@@ -191,7 +192,7 @@ def time_kernels(
             "kernel": case.kernel,
             "rows": case.rows,
             "context": case.context,
-            **{name: None if v is None else round(v, 3) for name, v in figures.items()},
+            **rounded(figures),
             "twin_is_in_graph": case.has_capturable_twin,
             "torch_name": case.torch_name,
             "limit": "read" if is_read else "matmul",

@@ -16,6 +16,7 @@ from typing import Any
 from pico_vllm.bench.engine import PicoEngine
 from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.model_sizes import read_model_config
+from pico_vllm.bench.record import rounded
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.engine.llm import LLM
@@ -129,12 +130,12 @@ def _run_stage(
                 start = time.perf_counter()
                 step_ms = _step_ms(engine, source, context, stage.num_steps)
                 seconds = time.perf_counter() - start
-                line["ms_per_step"] = round(step_ms, 4) if step_ms > 0 else None
+                line["ms_per_step"] = step_ms if step_ms > 0 else None
                 if step_ms <= 0:
                     line["skipped"] = "its steps are lost in the noise of its prompts"
                 if seconds > MAX_POINT_S:
                     skipped = f"context {context} took {seconds:.0f} s"
-            yield line, llm.config
+            yield rounded(line), llm.config
 
 
 def _step_ms(engine: PicoEngine, source: PromptSource, context: int, num_steps: int) -> float:

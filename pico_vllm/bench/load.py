@@ -17,6 +17,7 @@ import numpy as np
 from pico_vllm.bench.arrivals import Arrivals
 from pico_vllm.bench.lengths import LengthSource
 from pico_vllm.bench.metrics import LatencyLimits, RequestTimes, summarize
+from pico_vllm.bench.record import rounded
 from pico_vllm.bench.tier_figures import tier_figures
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.engine.engine import CheckedRequest, Engine
@@ -101,10 +102,7 @@ def run_rates(
         offered = {"offered_req_s": (num_requests - 1) / last_s if last_s else None}
         yield (
             {"id": f"load-r{name}", "rate_req_s": arrivals.rate_req_s}
-            | {
-                k: round(v, 4) if isinstance(v, float) else v
-                for k, v in (offered | figures | tier_figures(stats)).items()
-            }
+            | rounded(offered | figures | tier_figures(stats))
             | {"num_preemptions": num_preemptions, "num_hit_tokens": stats.num_hit_tokens}
             | {"num_evicted_blocks": stats.num_evicted_blocks}
             | {"burstiness": arrivals.burstiness, "burst_size": arrivals.burst_size, "seed": seed}

@@ -29,6 +29,7 @@ from pico_vllm.bench.host_cost import host_costs
 from pico_vllm.bench.load import greedy
 from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.metrics import distribution_ms
+from pico_vllm.bench.record import rounded
 from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.tier_figures import tier_figures
 from pico_vllm.bench.workload import PromptSource
@@ -184,7 +185,7 @@ def run_prefix(
             bench.restart(llm.config)
             figures = measures[case](shape)
             yield (
-                {"id": case} | _rounded(figures) | _flat(shape) | {"seed": seed},
+                {"id": case} | rounded(figures) | _flat(shape) | {"seed": seed},
                 llm.engine.config,
             )
     finally:
@@ -232,7 +233,7 @@ def run_turns(
                     "pool_blocks": num_pool,
                 }
                 name = "turns" if tiers == "none" else f"turns-{tiers.replace('+', '-')}"
-                line = {"id": name} | _rounded(figures)
+                line = {"id": name} | rounded(figures)
                 yield line | _flat(shape) | {"seed": seed}, llm.config
             del llm
 
@@ -290,11 +291,7 @@ def _forget(engine: Engine) -> None:
 def run_host_cost(sizes: Sizes) -> Iterator[Figures]:
     """A line a workload; needs no engine."""
     for name, figures in host_costs(sizes.host_requests):
-        yield (
-            {"id": f"host-cost-{name}"}
-            | {k: round(v, 2) if isinstance(v, float) else v for k, v in figures.items()}
-            | {"requests": sizes.host_requests}
-        )
+        yield ({"id": f"host-cost-{name}"} | rounded(figures) | {"requests": sizes.host_requests})
 
 
 def check_cases(cases: Sequence[str], sizes: Sizes, max_model_len: int | None) -> None:
@@ -455,10 +452,6 @@ class _Talks:
             for request_id in running:
                 engine.abort(request_id)
         return ttft_s
-
-
-def _rounded(figures: Figures) -> Figures:
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
 
 
 def _flat(shape: Batch | Groups | Turns) -> Figures:
