@@ -96,7 +96,9 @@ class StepPlan:
     A plan with stores or loads may have no request."""
     loads: BlockCopies = NO_COPIES
     """From host memory to the device pool, after the plan's stores and the steps before. Nothing
-    reads the blocks before a result has named the plan in `loaded`."""
+    reads the blocks before a result has named the plan in `loaded`, or a plan awaits them."""
+    awaits_loads: bool = False
+    """Whether it begins when the loads of plans before it have ended: it may read their blocks."""
 
     @property
     def num_tokens(self) -> int:

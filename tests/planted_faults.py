@@ -574,6 +574,18 @@ PLANTS = (
         "tokens = loading.tokens",
     ),
     Plant(
+        "tier loads not awaited",
+        SCHEDULER,
+        "            awaits_loads=self._awaits_loads,",
+        "            awaits_loads=False,",
+    ),
+    Plant(
+        "tier trusted loads kept",
+        SCHEDULER,
+        "            if trusts_loads:\n                self.reset",
+        "            if False:\n                self.reset",
+    ),
+    Plant(
         "tier loads hold blocks that count as lost",
         SCHEDULER,
         "soon_free += self._prefixes.cache.num_loading_blocks",

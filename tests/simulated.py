@@ -113,6 +113,8 @@ class SimulatedRunner:
         self._loading: list[tuple[int, int, StepPlan]] = []
         """Loads, in order: the number of the plan with which each is done, and its own plan's."""
         self._hurried: set[int] = set()
+        self._named: tuple[int, ...] = ()
+        """Loads that a plan awaited: results are to name them."""
         self.load_delay: Callable[[], int] = lambda: 0
         """How many more plans a load takes."""
         num_slots = (num_blocks + 1) * block_size
@@ -151,7 +153,7 @@ class SimulatedRunner:
 
     def _load_until(self, most: int | None) -> tuple[int, ...]:
         """Do the first loads that are due; all for None."""
-        done = []
+        done, self._named = [*self._named], ()
         while self._loading and (most is None or self._loading[0][0] <= most):
             _, number, plan = self._loading.pop(0)
             for copy in plan.loads:
@@ -172,6 +174,8 @@ class SimulatedRunner:
             pending.error = error
 
     def _run(self, plan: StepPlan) -> StepResult:
+        if plan.awaits_loads:
+            self._named = self._load_until(None)
         self._store(plan)
         # The blocks hold nonsense until the load is done.
         for copy in plan.loads:

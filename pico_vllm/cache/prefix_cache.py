@@ -392,6 +392,22 @@ class PrefixCache:
             self._end_load(each, is_filled=True)
         return done
 
+    def publish_loading(self) -> list[LoadingBlocks]:
+        """The next plan awaits the loads of those before it, so their blocks are found from now on.
+        Returns those of which that holds; their host memory stays theirs until the end is known."""
+        assert self.tiers is not None
+        if self.tiers.has_new_loads:
+            return []
+        published = list(self._loading)
+        for each in published:
+            self._end_load(each, is_filled=True)
+        return published
+
+    @property
+    def trusts_loads(self) -> bool:
+        """Whether blocks are published whose loads are not known to be done."""
+        return self.tiers is not None and self.tiers.num_loads_under_way > len(self._loading)
+
     def drop_transfers(self) -> list[LoadingBlocks]:
         """After a step that failed, and when all that was under way has ended."""
         assert self.tiers is not None
@@ -421,8 +437,10 @@ class PrefixCache:
         # with them.
         self._give_back(loading.lease, loading.block_ids, tokens, keys)
         if is_filled:
+            assert self.tiers is not None
             ref_counts = self._blocks.ref_counts(block_ids)
-            came = zip(block_ids, loading.load.is_from_disk, ref_counts, strict=True)
+            origins = self.tiers.take_origins(loading.load)
+            came = zip(block_ids, origins, ref_counts, strict=True)
             # Those without a holder were there already.
             self._is_from_disk.update({each: is_from_disk for each, is_from_disk, n in came if n})
 

@@ -187,6 +187,15 @@ class Prefixes:
         if self.cache.tiers is not None:
             self._have_come(self.cache.transferred(plan_number, loaded))
 
+    def enter_behind_loads(self) -> bool:
+        """Let those who wait for loads under way enter with a plan that awaits these: its step is
+        then launched while they run. Whether there is anybody."""
+        if self.cache.tiers is None or not self.cache.num_loading_blocks:
+            return False
+        published = self.cache.publish_loading()
+        self._have_come(published)
+        return bool(published)
+
     def look_at_disk(self, timeout_s: float = 0.0) -> None:
         """Let those enter whose blocks were read; where nobody has anything else to do, wait for
         that."""

@@ -128,6 +128,8 @@ class Scheduler:
         self._rows = Rows(max_num_seqs)
         self._watermark = int(WATERMARK * blocks.num_device_blocks)
         self._num_plans = 0
+        self._awaits_loads = False
+        """Whether the next plan does."""
         self._last_return = 0
         """Number of the first plan after a preempted request last entered again."""
         self.num_preemptions = 0
@@ -255,6 +257,9 @@ class Scheduler:
         self._watch_progress()
         if len(self._waiting) > 0:
             self.release_ended()
+            if self._prefixes is not None and not self._running and not self._waiting.has_next():
+                # Nobody else would have the device meanwhile.
+                self._awaits_loads |= self._prefixes.enter_behind_loads()
         self._admit()
         rows, state = self._rows.in_order(), self._rows
         last = self._last_plan
@@ -398,12 +403,16 @@ class Scheduler:
     def fail(self, plan: StepPlan | None) -> StepEvents:
         """End the requests of a step that raised, preempted meanwhile or not; without a plan, all
         that run, or the head of the line where none does. What they generated before stays theirs.
-        Copies to and from lower tiers have ended by now, and nothing that they filled is used.
+        Copies to and from lower tiers have ended by now, and nothing that they filled is used: who
+        entered behind loads whose end was not known yet ends too, and the cache is emptied.
 
         Requests that `commit` had ended are named too: nobody was told of them.
         """
+        trusts_loads = self._prefixes is not None and self._prefixes.cache.trusts_loads
         if plan is not None:
             request_ids = plan.request_ids
+            if trusts_loads:
+                request_ids = tuple(dict.fromkeys((*request_ids, *self._running)))
         elif self._running or len(self._waiting) == 0:
             request_ids = tuple(self._running)
         else:
@@ -414,6 +423,8 @@ class Scheduler:
                 self._finish(request, FinishReason.ERROR)
         if self._prefixes is not None:
             self._prefixes.drop_transfers()
+            if trusts_loads:
+                self.reset_prefix_cache(with_tiers=False)
         return StepEvents(
             request_ids=request_ids,
             token_ids=(NO_TOKEN,) * len(request_ids),
@@ -724,7 +735,9 @@ class Scheduler:
             copies=tuple(copies),
             stores=stores,
             loads=loads,
+            awaits_loads=self._awaits_loads,
         )
+        self._awaits_loads = False
         self._last_plan = None
         if 0 < num_decodes == len(rows) and rows is state.in_order():
             tokens_left = state.max_sampled[rows] - state.num_sampled[rows]

@@ -78,8 +78,6 @@ class Load:
     device_ids: list[int]
     plan_number: int = -1
     """That of the plan that has the copies."""
-    is_from_disk: list[bool] = field(default_factory=list)
-    """Once it is done: which were read for it, and by nobody loaded before."""
 
 
 @dataclass(slots=True)
@@ -356,11 +354,26 @@ class LowerTiers:
         self._loads = [load for load in self._loads if load.plan_number not in plan_numbers]
         for load in done:
             self.counters.num_loaded_blocks += len(load.blocks)
-            load.is_from_disk = [block.is_from_disk for block in load.blocks]
-            for block in load.blocks:
-                block.is_from_disk = False
             self.unpin(load.blocks)
         return done
+
+    @staticmethod
+    def take_origins(load: Load) -> list[bool]:
+        """Which of its blocks were read from disk, and by nobody loaded before. Asked once."""
+        found = [block.is_from_disk for block in load.blocks]
+        for block in load.blocks:
+            block.is_from_disk = False
+        return found
+
+    @property
+    def num_loads_under_way(self) -> int:
+        """Of plans; their end is not known yet."""
+        return len(self._loads)
+
+    @property
+    def has_new_loads(self) -> bool:
+        """For the next plan."""
+        return bool(self._new_loads)
 
     # Plans.
 

@@ -6,8 +6,9 @@ Order, where P is a plan, by streams and events:
   steps, or loads, that the host knows to be done. Everything of P that writes to the pool, its
   loads and its forward pass, waits for them.
 - Loads of P run on another stream, after P's stores and the steps before P, which may still write
-  to blocks that were freed meanwhile. Nothing waits for them: the host asks now and then, and until
-  it knows of the end no plan reads or writes those blocks.
+  to blocks that were freed meanwhile. Nothing waits for them but a plan that says so, and all
+  after it: the host asks now and then, and until it knows of the end, or such a plan is launched,
+  no plan reads or writes those blocks.
 - Host slots are pinned by cache/tiers/lower.py until the host knows of the end of either, so slots
   need no order here.
 """
@@ -54,6 +55,8 @@ class TierStreams:
                 self._loading.append((plan.number, None))
             return
         steps = torch.cuda.current_stream(self._device)
+        if plan.awaits_loads:
+            steps.wait_stream(self._load_stream)
         if plan.stores:
             with torch.cuda.stream(self._store_stream):
                 self._swap(device_pool, host_blocks, plan.stores)

@@ -337,10 +337,10 @@ def test_a_store_is_found_once_it_is_committed(tmp_path: Path) -> None:
     load = tiers.begin_load(found, [5])
     assert tiers.take_transfers(6) == (BlockCopies([], []), BlockCopies([found[0].slot], [5]))
     assert tiers.take_loaded((5,)) == [] and tiers.take_loaded((6,)) == [load]
-    assert load.is_from_disk == [True] and tiers.stats().so_far.num_dropped_blocks == 1
+    assert tiers.take_origins(load) == [True] and tiers.stats().so_far.num_dropped_blocks == 1
     again = tiers.begin_load(tiers.pin(keys[:1]), [5])
     tiers.take_transfers(7)
-    assert tiers.take_loaded((7,)) == [again] and again.is_from_disk == [False]
+    assert tiers.take_loaded((7,)) == [again] and tiers.take_origins(again) == [False]
     tiers.clear()
     tiers.check_invariants()
     assert tiers.is_empty and tiers.num_found(keys, tokens) == (0, 0)

@@ -323,6 +323,9 @@ class EngineMachine(RuleBasedStateMachine):
 
         def raising(plan: StepPlan) -> Any:
             self.num_failing += len(plan.request_ids)
+            scheduler = self.engine._scheduler
+            if scheduler._prefixes is not None and scheduler._prefixes.cache.trusts_loads:
+                self.num_failing += scheduler.num_running
             raise RuntimeError("planted")
 
         name = "launch" if is_launch else "on_run"

@@ -16,6 +16,7 @@ from test_preemption import CACHES, EngineMachine, force_preemption
 
 from pico_vllm.cache.tiers.lower import LowerTiers
 from pico_vllm.request import FinishReason, Request
+from pico_vllm.step import StepPlan
 
 SMALL: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "max_num_seqs": 4, "budget": 64}
 
@@ -91,6 +92,68 @@ def test_others_run_while_a_prefix_comes_up(overlap: bool) -> None:
     assert tiers_of(clients).counters.num_loaded_blocks == 3
     stats = clients.engine.cache_stats()
     assert (stats.num_host_hit_tokens, stats.num_device_hit_tokens) == (48, 48), "loaded once"
+    clients.check()
+
+
+def plans_of(clients: Clients) -> list[StepPlan]:
+    """Those that are launched from now on."""
+    plans: list[StepPlan] = []
+    runner = clients.engine._runner
+    launch = runner.launch
+
+    def launched(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    runner.launch = launched
+    return plans
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_alone_enters_behind_its_loads(overlap: bool, delay: int) -> None:
+    """Where nobody else runs the step of a prompt is launched while its prefix comes up."""
+    clients = clients_of(overlap=overlap, max_load_delay=delay)
+    first = ask(clients, ids(60))
+    crowd_out(clients)
+    plans = plans_of(clients)
+    again = ask(clients, ids(60))
+    assert [bool(plan.loads) for plan in plans[:2]] == [True, False]
+    assert [len(plan.rows) for plan in plans[:2]] == [0, 1]
+    assert [plan.awaits_loads for plan in plans] == [False, overlap] + [False] * len(plans[2:])
+    assert again.num_cached_tokens == 48
+    assert again.output_token_ids[0] is not None and first.num_cached_tokens == 0
+    clients.check()
+
+
+@pytest.mark.parametrize("which", ["its loads", "its step", "its launch"])
+def test_what_is_trusted_of_loads_goes_with_a_failure(which: str) -> None:
+    """Who entered behind loads of which nobody knows the end ends with a step that fails before
+    that, and what they brought is found on the device no more; host memory still has it."""
+    clients = clients_of(overlap=True)
+    ask(clients, ids(60))
+    crowd_out(clients)
+    request = clients.ask(ids(60), 4)
+    clients.step()
+    runner = clients.engine._runner
+    launch, run = runner.launch, runner.on_run
+
+    def fail(plan: StepPlan) -> Any:
+        if which == "its launch" or bool(plan.loads) == (which == "its loads"):
+            raise RuntimeError("planted")
+
+    setattr(runner, "launch" if which == "its launch" else "on_run", fail)
+    clients.step()
+    assert (request.request_id in clients.ended) == (which != "its step")
+    if which == "its step":
+        clients.step()
+    runner.launch, runner.on_run = launch, run
+    clients.run()
+    assert clients.ended[request.request_id] is FinishReason.ERROR
+    assert ask(clients, ids(60)).num_cached_tokens == 48
+    # The first entered with them, and so did the second where they had gone.
+    num_times = 1 if which == "its step" else 2
+    assert clients.engine.cache_stats().num_host_hit_tokens == 48 * num_times
     clients.check()
 
 
