@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.eviction import EVICTION_POLICIES
 from pico_vllm.cache.radix_tree import TOKEN_BYTES, Match, Node, RadixTree, Tokens
-from pico_vllm.cache.tiers.chain import Key, chain_keys, root_key
+from pico_vllm.cache.tiers.chain import Key, KnownChains, chain_keys, root_key
 from pico_vllm.cache.tiers.lower import Fetch, Load, LowerTiers, TierStats
 
 
@@ -165,6 +165,7 @@ class PrefixCache:
         self._max_evictable = int(max_cached_fraction * blocks.num_device_blocks)
         self._tree = RadixTree(block_size, self._policy)
         self.tiers = tiers
+        self._chains = KnownChains(self._block_bytes)
         self._loading: list[LoadingBlocks] = []
         self._is_from_disk: dict[int, bool] = {}
         """Blocks of the tree that came from below, and that no request has entered with since."""
@@ -341,7 +342,7 @@ class PrefixCache:
     def chain(self, tokens: Tokens, salt: str) -> list[Key]:
         """Keys of the whole blocks of a prompt, by which tiers below know them."""
         assert self.tiers is not None
-        return chain_keys(root_key(self.tiers.identity, salt), tokens, self._block_bytes)
+        return self._chains.keys(root_key(self.tiers.identity, salt), tokens)
 
     def parent_key(self, keys: list[Key], index: int, salt: str) -> Key:
         assert self.tiers is not None
@@ -539,5 +540,7 @@ class PrefixCache:
         while root.parent is not None:
             root = root.parent
             path.append(root.tokens)
-        keys = self.chain(b"".join(reversed(path)), root.salt)
+        assert self.tiers is not None
+        root_name = root_key(self.tiers.identity, root.salt)
+        keys = chain_keys(root_name, b"".join(reversed(path)), self._block_bytes)
         return keys[len(keys) - len(node.tokens) // self._block_bytes :]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.prefix_cache import PrefixCache
 from pico_vllm.cache.tiers import disk as disk_module
-from pico_vllm.cache.tiers.chain import chain_keys, root_key
+from pico_vllm.cache.tiers.chain import MAX_KNOWN, KnownChains, chain_keys, root_key
 from pico_vllm.cache.tiers.disk import ALIGNMENT, ENTRY_BYTES, HEADER_BYTES, DiskTier
 from pico_vllm.cache.tiers.disk_thread import DiskThread
 from pico_vllm.cache.tiers.host import HostTier
@@ -442,6 +442,7 @@ class CountedKeys:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         monkeypatch.setattr("pico_vllm.cache.prefix_cache.chain_keys", self._make)
+        monkeypatch.setattr("pico_vllm.cache.tiers.chain.chain_keys", self._make)
 
     def _make(self, parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
         keys = chain_keys(parent, tokens, block_bytes)
@@ -451,6 +452,39 @@ class CountedKeys:
     def take(self) -> int:
         count, self.count = self.count, 0
         return count
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_known_chains_equal_those_made_anew(seed: int) -> None:
+    """Of prompts that begin like others, go on where they ended, part within a block or come
+    again, under two salts, more of them than are kept."""
+    random, chains = np.random.default_rng(seed), KnownChains(TOKENS_BYTES)
+    texts = [b""]
+    for _ in range(400):
+        begin = texts[int(random.integers(0, len(texts)))]
+        begin = begin[: int(random.integers(0, len(begin) + 1)) // 4 * 4]
+        own = random.integers(0, 2, int(random.integers(0, 12))).astype(np.int32).tobytes()
+        texts = [*texts[-30:], begin + own]
+        root = root_key(bytes(32), str(random.choice(["", "salt"])))
+        assert chains.keys(root, texts[-1]) == chain_keys(root, texts[-1], TOKENS_BYTES)
+        assert len(chains._known) <= MAX_KNOWN
+
+
+def test_a_conversation_makes_the_keys_of_its_own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside others with the same header, whose turns come in between."""
+    made, chains = CountedKeys(monkeypatch), KnownChains(TOKENS_BYTES)
+    header = np.arange(16, dtype=np.int32).tobytes()  # four blocks
+    talks = [header + bytes([number]) * 32 for number in range(8)]
+    for talk in talks:
+        chains.keys(ROOT, talk)
+    assert made.take() == 4 + 8 * 2, "the header once"
+    for talk in talks:
+        chains.keys(ROOT, talk + bytes([9]) * 48)
+        assert made.take() == 3
+        chains.keys(ROOT, talk + bytes([9]) * 48)
+        assert made.take() == 0, "it comes again"
+    chains.keys(bytes(32), talks[0])
+    assert made.take() == 6, "of another root"
 
 
 def test_keys_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
