@@ -6,10 +6,12 @@ chat        a few system prompts, each asked once a round: the hit rate
 mixed       a batch of mixed lengths behind one long prefix, on and off in turn: output tok/s
 turns       conversations of several turns in a pool of a part of what they need: hit rate and TTFT
             with nothing below the pool, with host memory, and with host memory and disk
+host-memory long prompts whose KV is in host memory (bench/host_memory.py): TTFT
 host-cost   what scheduler and cache take of the host for a request (bench/host_cost.py)
 
 On and off are the same engine, weights, graphs and pool: between runs it gets another scheduler
-(`Engine.restart`), with an empty cache. `turns` loads an engine for each depth of tiers.
+(`Engine.restart`), with an empty cache. `turns` loads an engine for each depth of tiers, and
+`host-memory` one.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 
 from pico_vllm.bench.engine import PicoEngine
 from pico_vllm.bench.host_cost import host_costs
+from pico_vllm.bench.host_memory import LongPrompts
 from pico_vllm.bench.load import greedy
 from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.metrics import distribution_ms
@@ -41,7 +44,7 @@ from pico_vllm.engine.loading import TORCH_DTYPES
 from pico_vllm.errors import ConfigError
 from pico_vllm.request import FinishReason
 
-CASES = ("zero-hit", "groups", "chat", "mixed", "turns", "host-cost")
+CASES = ("zero-hit", "groups", "chat", "mixed", "turns", "host-memory", "host-cost")
 TIERS = ("none", "host", "host+disk")
 Figures = dict[str, Any]
 Bounds = tuple[int, int]
@@ -102,6 +105,9 @@ class Turns:
         return self.turns * (self.prompt[1] + self.out[1])
 
 
+Shape = Batch | Groups | Turns | LongPrompts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Of all cases."""
@@ -111,10 +117,11 @@ class Sizes:
     chat: Groups
     mixed: Batch
     turns: Turns
+    host_memory: LongPrompts
     host_requests: int
 
-    def of(self, case: str) -> Batch | Groups | Turns:
-        found: Batch | Groups | Turns = getattr(self, case.replace("-", "_"))
+    def of(self, case: str) -> Shape:
+        found: Shape = getattr(self, case.replace("-", "_"))
         return found
 
 
@@ -135,6 +142,7 @@ SIZES = {
             pool_part=0.25,
             host_part=0.5,
         ),
+        host_memory=LongPrompts(prompts=3, rounds=5, shared=8000, suffix=(8, 16)),
         host_requests=400,
     ),
     "cpu": Sizes(
@@ -151,6 +159,7 @@ SIZES = {
             pool_part=0.25,
             host_part=0.5,
         ),
+        host_memory=LongPrompts(prompts=3, rounds=3, shared=1024, suffix=(8, 16)),
         host_requests=400,
     ),
     "tiny": Sizes(
@@ -161,6 +170,7 @@ SIZES = {
         turns=Turns(
             users=6, turns=4, prompt=(4, 12), out=(4, 8), in_flight=2, pool_part=0.4, host_part=0.2
         ),
+        host_memory=LongPrompts(prompts=2, rounds=2, shared=64, suffix=(4, 8)),
         host_requests=20,
     ),
 }
@@ -170,8 +180,8 @@ SIZES = {
 def run_prefix(
     llm: LLM, cases: Sequence[str], sizes: Sizes, *, seed: int
 ) -> Iterator[tuple[Figures, EngineConfig]]:
-    """One line a case but `turns`, as soon as it is measured, with the settings that it ran with.
-    The engine has nothing else to do, and gets its own settings back."""
+    """One line a case that has no tiers, as soon as it is measured, with the settings that it ran
+    with. The engine has nothing else to do, and gets its own settings back."""
     bench = _Bench(llm, seed)
     measures: dict[str, Callable[[Any], Figures]] = {
         "zero-hit": bench.on_and_off,
@@ -185,7 +195,7 @@ def run_prefix(
             bench.restart(llm.config)
             figures = measures[case](shape)
             yield (
-                {"id": case} | rounded(figures) | _flat(shape) | {"seed": seed},
+                {"id": case} | rounded(figures) | flat(shape) | {"seed": seed},
                 llm.engine.config,
             )
     finally:
@@ -234,7 +244,7 @@ def run_turns(
                 }
                 name = "turns" if tiers == "none" else f"turns-{tiers.replace('+', '-')}"
                 line = {"id": name} | rounded(figures)
-                yield line | _flat(shape) | {"seed": seed}, llm.config
+                yield line | flat(shape) | {"seed": seed}, llm.config
             del llm
 
 
@@ -454,7 +464,7 @@ class _Talks:
         return ttft_s
 
 
-def _flat(shape: Batch | Groups | Turns) -> Figures:
+def flat(shape: Shape) -> Figures:
     """Bounds as `8-16`."""
     values = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
     return {k: "-".join(map(str, v)) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -16,9 +16,10 @@ from pico_vllm.errors import ConfigError
 COLUMNS = (
     "id", "hit_rate", "device_hit_rate", "host_hit_rate", "disk_hit_rate", "out_tok_s_on",
     "out_tok_s_off", "on_over_off", "cold_ms", "warm_ms", "warm_minus_cold_ms", "ttft_ms_p50",
-    "ttft_ms_p99", "cache_us", "scheduler_off_us", "scheduler_on_us",
+    "ttft_ms_p99", "computed_ms", "loaded_ms", "found_ms", "store_gb_s", "load_gb_s", "cache_us",
+    "scheduler_off_us", "scheduler_on_us",
 )  # fmt: skip
-HOST_COST, TURNS = "host-cost", "turns"
+HOST_COST, TURNS, HOST_MEMORY = "host-cost", "turns", "host-memory"
 
 
 @takes_config
@@ -27,7 +28,7 @@ def bench_prefix(
         str | None,
         typer.Option(
             help="Measure these cases only, with commas between: zero-hit, groups, chat, mixed, "
-            "turns, host-cost."
+            "turns, host-memory, host-cost."
         ),
     ] = None,
     sizes: Annotated[str, typer.Option(help="gpu, cpu or tiny; auto goes by the device.")] = "auto",
@@ -44,34 +45,35 @@ def bench_prefix(
             "bench prefix measures the prefix cache, on and off; leave --prefix-cache and --kv out",
             param="enable_prefix_caching",
         )
+    from pico_vllm.bench.host_memory import run_host_memory
     from pico_vllm.bench.prefix import (
         CASES,
         SIZES,
         check_cases,
+        flat,
         run_host_cost,
         run_prefix,
         run_turns,
     )
-    from pico_vllm.bench.record import environment, machine
+    from pico_vllm.bench.record import environment, machine, rounded
     from pico_vllm.engine.loading import settle_device
 
     cases = names("only", only, CASES)
     has_tiers = engine.kv_host_gb is not None or engine.kv_disk_path is not None
-    if has_tiers and (TURNS not in cases or engine.kv_host_gb == 0):
+    if has_tiers and (not {TURNS, HOST_MEMORY} & {*cases} or engine.kv_host_gb == 0):
         raise ConfigError(
-            "of bench prefix only turns has tiers below the KV pool, and some of each: give "
-            "--kv-host-gb more than 0 with --only turns, or leave it and --kv-disk-path out",
+            "of bench prefix only turns and host-memory have tiers below the KV pool, and some of "
+            "each: give --kv-host-gb more than 0 with --only turns or host-memory, or leave it and "
+            "--kv-disk-path out",
             param="kv_host_gb",
         )
     device = settle_device(engine.device)
     if sizes == "auto":
         sizes = "cpu" if device.type == "cpu" else "gpu"
     (sizes,) = names("sizes", sizes, tuple(SIZES))[:1]
-    chosen, on_engine = SIZES[sizes], [case for case in cases if case != HOST_COST]
-    check_cases(on_engine, chosen, engine.max_model_len)
-    has_turns = TURNS in on_engine
-    if has_turns:
-        on_engine.remove(TURNS)
+    chosen = SIZES[sizes]
+    check_cases([case for case in cases if case != HOST_COST], chosen, engine.max_model_len)
+    on_engine = [case for case in cases if case not in (HOST_COST, TURNS, HOST_MEMORY)]
     lines = Lines(COLUMNS, is_json=is_json, record=record)
     with lines.shown():
         if HOST_COST in cases:
@@ -83,9 +85,15 @@ def bench_prefix(
                 for line, config in run_prefix(llm, on_engine, chosen, seed=engine.seed):
                     head = {"id": line["id"], "model": engine.model}
                     lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
-            # The engines of turns need the memory.
+            # The engines of turns and host-memory need the memory.
             del llm
-        if has_turns:
+        if HOST_MEMORY in cases:
+            shape = chosen.host_memory
+            line, config = run_host_memory(load_llm, engine, shape, seed=engine.seed)
+            line = rounded(line) | flat(shape) | {"seed": engine.seed}
+            head = {"id": HOST_MEMORY, "model": engine.model, "sizes": sizes}
+            lines.add(head | line | environment(config, commit=commit))
+        if TURNS in cases:
             for line, config in run_turns(load_llm, engine, chosen, seed=engine.seed):
                 head = {"id": line["id"], "model": engine.model}
                 lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))

@@ -81,6 +81,29 @@ def test_every_case(
     assert (disk["failed_reads"], disk["damaged_blocks"], disk["dropped_blocks"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.usefixtures("any_load_pays")
+def test_host_memory(
+    overlap: str, tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each prompt comes up from host memory the first time in a round, and is found on the device
+    the second time."""
+    record = tmp_path / "prefix.jsonl"
+    command = ["bench", "prefix", "--model", str(tiny_model.folder), "--sizes", "tiny", "--json"]
+    options = ["--only", "host-memory", "--record", str(record), "--overlap", overlap]
+    assert main.run([*command, *options, *ON_CPU]) == 0
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [json.loads(text) for text in record.read_text().splitlines()] == [line]
+    assert line["id"] == "host-memory" and line["suffix"] == "4-8" and line["sizes"] == "tiny"
+    assert min(line["computed_ms"], line["loaded_ms"], line["found_ms"]) > 0
+    assert line["loaded_best_ms"] <= line["loaded_ms"]
+    # Two rounds of two prompts of four blocks; of one the tail or a block may be left.
+    assert line["device_blocks"] == line["config_num_kv_blocks"] == 6
+    assert 2 * 2 * 3 <= line["host_hit_blocks"] == line["loaded_blocks"] <= 2 * 2 * 4
+    assert line["device_hit_blocks"] + line["host_hit_blocks"] == 2 * 2 * 4 * 2
+    assert line["store_gb_s"] is None and line["load_gb_s"] is None
+
+
 @pytest.mark.parametrize("ends", ["well", "by an interrupt"])
 @pytest.mark.usefixtures("any_load_pays")
 def test_turns_leave_a_folder_as_it_was(
@@ -202,10 +225,13 @@ def test_host_cost_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prefix-cache", "off"], "bench prefix measures the prefix cache, on and off; leave"),
         (["--kv", "none"], "bench prefix measures the prefix cache, on and off; leave"),
         (["--sizes", "cpu", "--max-model-len", "1000"], "mixed needs 1184 tokens a request and"),
-        (["--only", "chat", "--kv-host-gb", "1"], "of bench prefix only turns has tiers below the"),
+        (
+            ["--only", "chat", "--kv-host-gb", "1"],
+            "of bench prefix only turns and host-memory have tiers",
+        ),
         (
             ["--only", "turns", "--kv-host-gb", "0"],
-            "of bench prefix only turns has tiers below the",
+            "of bench prefix only turns and host-memory have tiers",
         ),
     ],
 )
@@ -223,6 +249,10 @@ def test_what_cannot_be_measured_is_refused_before_loading(
     [
         ([], "groups needs 161 tokens a request and the window holds 160; raise --max-model-len"),
         (["--only", "turns", "--num-kv-blocks", "6"], "turns needs a pool of "),
+        (
+            ["--only", "host-memory", "--num-kv-blocks", "5"],
+            "host-memory needs a pool of 6 KV blocks",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
