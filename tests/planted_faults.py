@@ -62,6 +62,7 @@ class Plant:
 
 
 SCHEDULER = "pico_vllm/scheduler/scheduler.py"
+PLAN_MAKER = "pico_vllm/scheduler/plans.py"
 ROWS = "pico_vllm/scheduler/rows.py"
 QUEUES = "pico_vllm/scheduler/queues.py"
 POLICY = "pico_vllm/scheduler/policy.py"
@@ -83,7 +84,7 @@ CHAIN = "pico_vllm/cache/tiers/chain.py"
 PLANTS = (
     # Preemption.
     Plant("stale result taken", SCHEDULER, "if plan.number < self._last_return:", "if False:"),
-    Plant("entry not noted", SCHEDULER, "request.entered_at = self._num_plans", "pass"),
+    Plant("entry not noted", SCHEDULER, "request.entered_at = self._plans.number", "pass"),
     Plant("oldest preempted", SCHEDULER, "victim = live.pop()", "victim = live.pop(0)"),
     Plant("victim lost", SCHEDULER, "self._waiting.put_back(request)", "pass"),
     Plant(
@@ -115,13 +116,13 @@ PLANTS = (
     ),
     Plant(
         "outputs not computed again",
-        SCHEDULER,
+        PLAN_MAKER,
         "np.array(request.output_token_ids, np.int32)",
         "np.zeros(0, np.int32)",
     ),
     Plant(
         "outputs taken for prompt",
-        SCHEDULER,
+        PLAN_MAKER,
         "num_prompt_tokens=request.num_prompt_tokens,",
         "num_prompt_tokens=request.num_tokens,",
     ),
@@ -226,11 +227,11 @@ PLANTS = (
         "np.int32), self._budget_tokens + 1)",
     ),
     Plant(
-        "sampled inside a prompt", SCHEDULER, "is_sampled = ends == ", "is_sampled = ends + 1 >= "
+        "sampled inside a prompt", PLAN_MAKER, "is_sampled = ends == ", "is_sampled = ends + 1 >= "
     ),
     Plant(
         "one token computed twice",
-        SCHEDULER,
+        PLAN_MAKER,
         "state.num_scheduled[rows] = ends",
         "state.num_scheduled[rows] = ends - 1",
     ),
@@ -240,8 +241,10 @@ PLANTS = (
         "missing = -(-ends // self._block_size) -",
         "missing = ends // self._block_size -",
     ),
-    Plant("table overwritten from its start", SCHEDULER, "index=held", "index=0"),
-    Plant("one list of blocks for all", SCHEDULER, "extend(block_ids[taken])", "extend(block_ids)"),
+    Plant("table overwritten from its start", PLAN_MAKER, "index=held", "index=0"),
+    Plant(
+        "one list of blocks for all", PLAN_MAKER, "extend(block_ids[taken])", "extend(block_ids)"
+    ),
     # Ends.
     Plant(
         "blocks freed and kept",
@@ -353,7 +356,7 @@ PLANTS = (
         'self.cache.match(tokens, max_tokens, "")',
     ),
     Plant(
-        "exchanged blocks not told", SCHEDULER, "        if self._exchanged:", "        if False:"
+        "exchanged blocks not told", PLAN_MAKER, "        if self._exchanged:", "        if False:"
     ),
     Plant(
         "own blocks kept beside others'",
@@ -361,7 +364,7 @@ PLANTS = (
         "request.block_ids[first : first + len(found)] = found",
         "pass",
     ),
-    Plant("cached blocks not told", SCHEDULER, "if held and row in entering:", "if False:"),
+    Plant("cached blocks not told", PLAN_MAKER, "if held and row in entering:", "if False:"),
     Plant(
         "followers forgotten",
         PREFIXES,
@@ -575,8 +578,8 @@ PLANTS = (
     ),
     Plant(
         "tier loads not awaited",
-        SCHEDULER,
-        "            awaits_loads=self._awaits_loads,",
+        PLAN_MAKER,
+        "            awaits_loads=self.awaits_loads,",
         "            awaits_loads=False,",
     ),
     Plant(
@@ -593,9 +596,9 @@ PLANTS = (
     ),
     Plant(
         "tier repeated plan without transfers",
-        SCHEDULER,
-        "rows is last.rows and not has_transfers:",
-        "rows is last.rows:",
+        PLAN_MAKER,
+        "has_new_transfers:\n            return None",
+        "has_new_transfers:\n            pass",
     ),
     Plant(
         "tier waiters not let go",

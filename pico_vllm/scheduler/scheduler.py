@@ -1,12 +1,12 @@
 """Scheduler: which requests compute how many tokens in the next step. Host only, knows no tensor
 and no string.
 
-`schedule` makes a StepPlan: decode rows first, then prompt chunks in order of admission, under a
-token budget; then new requests in the order of a policy, as long as a row and the blocks of their
-tokens are free and a few more (WATERMARK), and this step and the next have room for them. `commit`
-is the only place where a request grows or ends. A second step may be planned before the first one
-is committed: what launched steps will add is counted already, and an end that is found late costs
-one token that nobody sees.
+`schedule` chooses who is in a StepPlan (scheduler/plans.py makes it): decode rows first, then
+prompt chunks in order of admission, under a token budget; then new requests in the order of a
+policy, as long as a row and the blocks of their tokens are free and a few more (WATERMARK), and
+this step and the next have room for them. `commit` is the only place where a request grows or ends.
+A second step may be planned before the first one is committed: what launched steps will add is
+counted already, and an end that is found late costs one token that nobody sees.
 
 Blocks are taken when they are first written. Where there are too few, running requests are
 preempted, the last in line first: they give up row and blocks and wait at their old place, with the
@@ -35,7 +35,8 @@ is made, so that it is given to nobody in the same plan; in later ones it may be
 With tiers below the device (cache/tiers/lower.py) evicted blocks are stored in host memory by the
 plan that gives them to somebody else, before its forward pass. A request with blocks there is held
 in line (scheduler/prefixes.py) while a plan's loads bring them up beside the steps of others; they
-are published when a result says that the loads are done. Blocks that loads hold come free, so who
+are published when a result says that the loads are done, or at once where nobody else runs, and the
+plan that follows awaits them. Blocks that loads hold come free, so who
 lacks some waits for that rather than being preempted, and a plan without requests lets a runner
 wait.
 
@@ -64,20 +65,12 @@ from pico_vllm.cache.tiers.lower import LowerTiers
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request, RequestStatus
+from pico_vllm.scheduler.plans import Plans
 from pico_vllm.scheduler.policy import MAX_RANKED, POLICIES, PREEMPTING, RANKED_BY_PREFIX
 from pico_vllm.scheduler.prefixes import MAX_WAITS, Prefixes
 from pico_vllm.scheduler.queues import WaitingQueue
 from pico_vllm.scheduler.rows import Rows
-from pico_vllm.step import (
-    BAD_LOGITS,
-    NO_COPIES,
-    NO_TOKEN,
-    BlockCopy,
-    NewBlocks,
-    NewRow,
-    StepPlan,
-    StepResult,
-)
+from pico_vllm.step import BAD_LOGITS, NO_TOKEN, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -119,17 +112,14 @@ class Scheduler:
         self._is_ranked_by_prefix = policy in RANKED_BY_PREFIX
         self._ranked_at: object = None
         """Version of the cache, and of the line, by which those who wait were ranked."""
-        self._exchanged: dict[int, tuple[int, int]] = {}
-        """By row: from where to where the blocks of its table became others, as they were
-        published."""
         self._running: dict[str, Request] = {}
         self._ended: deque[tuple[Request, int]] = deque()
         """Those that still hold their blocks, and how many of their tokens have KV there."""
         self._rows = Rows(max_num_seqs)
+        self._plans = Plans(
+            self._rows, blocks, self._prefixes, block_size=block_size, keeps_kv=keeps_kv
+        )
         self._watermark = int(WATERMARK * blocks.num_device_blocks)
-        self._num_plans = 0
-        self._awaits_loads = False
-        """Whether the next plan does."""
         self._last_return = 0
         """Number of the first plan after a preempted request last entered again."""
         self.num_preemptions = 0
@@ -142,15 +132,6 @@ class Scheduler:
             # Whoever is next may have to wait so often, and each time begins and ends in a step.
             self._max_fruitless_steps *= 1 + MAX_WAITS
         self._num_fruitless_steps = 0
-        self._last_plan: StepPlan | None = None
-        """Where all that run decoded in it."""
-        self._num_repeats = 0
-        """Steps until one of its requests needs a block or has its last token under way."""
-        # What every step of decoding requests alone says; plans are not to be written to.
-        self._ones = np.ones(max_num_seqs, np.int32)
-        self._ones.flags.writeable = False
-        self._all_true = self._ones.astype(np.bool_)
-        self._all_true.flags.writeable = False
 
     @classmethod
     def from_config(cls, config: EngineConfig, tiers: LowerTiers | None = None) -> Scheduler:
@@ -195,7 +176,7 @@ class Scheduler:
         if self._prefixes is None or not self._prefixes.cache.put_below(timeout_s):
             return None
         nobody = np.zeros(0, np.int32)
-        return self._make_plan(nobody, nobody, nobody, None)
+        return self._plans.make(nobody, nobody, nobody, None)
 
     def close(self) -> None:
         """Let the tiers below the device end what they are at."""
@@ -259,13 +240,12 @@ class Scheduler:
             self.release_ended()
             if self._prefixes is not None and not self._running and not self._waiting.has_next():
                 # Nobody else would have the device meanwhile.
-                self._awaits_loads |= self._prefixes.enter_behind_loads()
+                self._plans.awaits_loads |= self._prefixes.enter_behind_loads()
         self._admit()
         rows, state = self._rows.in_order(), self._rows
-        last = self._last_plan
-        has_transfers = self._prefixes is not None and self._prefixes.has_new_transfers
-        if self._num_repeats > 0 and last is not None and rows is last.rows and not has_transfers:
-            return self._repeat(last)
+        plan = self._plans.repeat(rows)
+        if plan is not None:
+            return plan
         num_sampled = state.num_sampled[rows]
         # One whose last token is under way has nothing left to compute.
         is_live = num_sampled < state.max_sampled[rows]
@@ -279,7 +259,7 @@ class Scheduler:
         context_lens = state.num_scheduled[rows]
         has_prompts = self._keeps_kv and num_decoding < len(rows)
         if self._keeps_kv and not has_prompts:
-            query_lens = self._ones[: len(rows)]
+            query_lens = self._plans.ones[: len(rows)]
         else:
             query_lens = state.num_tokens(rows) - context_lens
         # There is always room for a token of each.
@@ -311,7 +291,7 @@ class Scheduler:
                 )
         if not len(rows) and not self._has_transfers():
             return None
-        return self._make_plan(rows, context_lens, query_lens, missing)
+        return self._plans.make(rows, context_lens, query_lens, missing)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
         """Let the requests of a step grow or end, and say what happened. Requests aborted or
@@ -396,9 +376,7 @@ class Scheduler:
                 continue
             first, found = self._prefixes.publish(request, ends[index])
             if found:
-                # A second exchange before the first was planned comes after it in the table.
-                start, _ = self._exchanged.get(request.row, (first, first))
-                self._exchanged[request.row] = (start, first + len(found))
+                self._plans.exchange(request.row, first, first + len(found))
 
     def fail(self, plan: StepPlan | None) -> StepEvents:
         """End the requests of a step that raised, preempted meanwhile or not; without a plan, all
@@ -510,8 +488,8 @@ class Scheduler:
             assert unclaimed is not None
             unclaimed -= needed
             if request.status is RequestStatus.PREEMPTED:
-                self._last_return = self._num_plans
-            request.entered_at = self._num_plans
+                self._last_return = self._plans.number
+            request.entered_at = self._plans.number
             num_cached = 0
             if self._prefixes is not None and match is not None:
                 num_cached = self._prefixes.enter(request, match)
@@ -660,143 +638,6 @@ class Scheduler:
         self._waiting.put_back(request)
         self._release(request, num_committed)
 
-    def _repeat(self, last: StepPlan) -> StepPlan:
-        """The plan after one in which all decoded, while nothing else happens: most steps of few
-        requests, whose time is the host's more than that of many.
-
-        Blocks exchanged meanwhile wait for the next plan that takes some: before that nobody writes
-        to those which they replace.
-        """
-        rows = last.rows
-        self._rows.decode_all()
-        self._num_repeats -= 1
-        number = self._num_plans
-        self._num_plans += 1
-        self._last_plan = StepPlan(
-            number=number,
-            request_ids=last.request_ids,
-            rows=rows,
-            context_lens=last.context_lens + self._ones[: len(rows)],
-            query_lens=last.query_lens,
-            is_sampled=last.is_sampled,
-            num_decodes=last.num_decodes,
-            repeats=True,
-        )
-        return self._last_plan
-
-    def _make_plan(
-        self,
-        rows: NDArray[np.int32],
-        context_lens: NDArray[np.int32],
-        query_lens: NDArray[np.int32],
-        missing: NDArray[np.int32] | None,
-    ) -> StepPlan:
-        """missing: how many blocks each request needs for this step beside its own; None where
-        nobody needs any."""
-        state = self._rows
-        ends, num_sampled = context_lens + query_lens, state.num_sampled[rows]
-        num_decodes = 0
-        if self._keeps_kv:
-            num_decodes = int(np.count_nonzero(num_sampled))
-            state.num_scheduled[rows] = ends
-        if num_decodes == len(rows):
-            is_sampled = self._all_true[:num_decodes]
-        else:
-            is_sampled = ends == state.num_entered[rows] + num_sampled
-        state.num_sampled[rows] = num_sampled + is_sampled
-        new_rows: list[NewRow] = []
-        new_blocks: list[NewBlocks] = []
-        copies: list[BlockCopy] = []
-        if self._exchanged:
-            new_blocks += self._take_exchanged(rows)
-        if missing is not None:
-            entering = rows[state.is_entering[rows]].tolist()
-            state.is_entering[entering] = False
-            new_rows = [_new_row(state.requests[row]) for row in entering]
-            new_blocks += self._extend_tables(rows, missing, set(entering))
-            if self._prefixes is not None:
-                copies = self._copies_for(entering)
-        number = self._num_plans
-        self._num_plans += 1
-        stores = loads = NO_COPIES
-        if self._prefixes is not None and self._prefixes.has_new_transfers:
-            assert self._prefixes.cache.tiers is not None
-            stores, loads = self._prefixes.cache.tiers.take_transfers(number)
-        plan = StepPlan(
-            number=number,
-            request_ids=state.request_ids(rows),
-            rows=rows,
-            context_lens=context_lens,
-            query_lens=query_lens,
-            is_sampled=is_sampled,
-            num_decodes=num_decodes,
-            new_rows=tuple(new_rows),
-            new_blocks=tuple(new_blocks),
-            copies=tuple(copies),
-            stores=stores,
-            loads=loads,
-            awaits_loads=self._awaits_loads,
-        )
-        self._awaits_loads = False
-        self._last_plan = None
-        if 0 < num_decodes == len(rows) and rows is state.in_order():
-            tokens_left = state.max_sampled[rows] - state.num_sampled[rows]
-            slots_left = state.num_blocks[rows] * self._block_size - ends
-            self._num_repeats = int(np.minimum(tokens_left, slots_left).min())
-            self._last_plan = plan
-        return plan
-
-    def _extend_tables(
-        self, rows: NDArray[np.int32], missing: NDArray[np.int32], entering: set[int]
-    ) -> list[NewBlocks]:
-        """Give the requests the blocks that they miss, all taken at once. Those of the cached
-        tokens of one that enters come before them."""
-        num_blocks = self._rows.num_blocks
-        growing = (missing > 0).nonzero()[0]
-        allocate = (
-            self._blocks.allocate if self._prefixes is None else self._prefixes.cache.allocate
-        )
-        block_ids = allocate(int(missing.sum()))
-        assert block_ids is not None, (missing, self._num_available_blocks)
-        device_ids = self._blocks.device_ids(block_ids)
-        new_blocks, at = [], 0
-        for row, count in zip(rows[growing].tolist(), missing[growing].tolist(), strict=True):
-            taken = slice(at, at + count)
-            held, of_row = int(num_blocks[row]), self._rows.requests[row].block_ids
-            if held and row in entering:
-                cached = self._blocks.device_ids(of_row)
-                new_blocks.append(NewBlocks(row=row, index=0, block_ids=cached + device_ids[taken]))
-            else:
-                new_blocks.append(NewBlocks(row=row, index=held, block_ids=device_ids[taken]))
-            of_row.extend(block_ids[taken])
-            num_blocks[row] += count
-            at += count
-        return new_blocks
-
-    def _copies_for(self, entering: list[int]) -> list[BlockCopy]:
-        """Copy what matches a block in part into the request's own, the first after its cached
-        ones. All blocks of this plan were taken, so the sources may go."""
-        assert self._prefixes is not None
-        copies = []
-        for row in entering:
-            request = self._rows.requests[row]
-            pair = self._prefixes.take_copy(request)
-            if pair is not None:
-                copies.append(BlockCopy(*self._blocks.device_ids(pair)))
-        return copies
-
-    def _take_exchanged(self, rows: NDArray[np.int32]) -> list[NewBlocks]:
-        """What the tables of these rows have to hold instead."""
-        found = []
-        for row in rows.tolist():
-            if row in self._exchanged:
-                start, stop = self._exchanged.pop(row)
-                block_ids = self._rows.requests[row].block_ids[start:stop]
-                found.append(
-                    NewBlocks(row=row, index=start, block_ids=self._blocks.device_ids(block_ids))
-                )
-        return found
-
     def _drop_source(self, request: Request) -> None:
         """Let one that is about to enter compute what it would have had by a copy."""
         assert self._prefixes is not None
@@ -826,7 +667,7 @@ class Scheduler:
         """Take row and blocks from a running request. keeps_blocks: these later (`release_ended`),
         if any other runs."""
         del self._running[request.request_id]
-        self._exchanged.pop(request.row, None)
+        self._plans.forget(request.row)
         self._rows.give_back(request.row)
         request.row = -1
         self._ended.append((request, num_committed))
@@ -878,23 +719,6 @@ class Scheduler:
                 num_scheduled = num_scheduled // self._block_size * self._block_size
             if self._keeps_kv:
                 assert num_blocks == self._num_blocks(num_scheduled), request.request_id
-
-
-def _new_row(request: Request) -> NewRow:
-    token_ids = request.prompt_token_ids
-    if request.output_token_ids:
-        outputs = np.array(request.output_token_ids, np.int32)
-        token_ids = np.concatenate((token_ids, outputs), dtype=np.int32)
-    return NewRow(
-        row=request.row,
-        token_ids=token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        params=request.params,
-        stop_token_ids=request.stop_token_ids,
-        seed=request.seed,
-        sample_index=request.sample_index,
-        num_prompt_logprobs=request.num_prompt_logprobs,
-    )
 
 
 def _end_of(request: Request, token_id: int) -> FinishReason | None:

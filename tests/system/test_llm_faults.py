@@ -388,7 +388,8 @@ def test_a_stream_collected_amid_a_step(
     """A stream that is closed while a step runs, as the garbage collector may do, is given up after
     that step; the others' answers stay right."""
     scheduler = llm.engine._scheduler
-    for place, owner in (("_make_plan", scheduler), ("commit", scheduler), ("_admit", scheduler)):
+    places = ("make", scheduler._plans), ("commit", scheduler), ("_admit", scheduler)
+    for place, owner in places:
         abandoned: list[Any] = [llm.stream("abandoned", greedy(100))]
         next(abandoned[0])
         original = getattr(owner, place)

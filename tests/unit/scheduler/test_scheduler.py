@@ -330,7 +330,7 @@ def test_a_step_like_the_last_one_is_planned_like_it() -> None:
         if step in (0, 3, 9):
             for each in (world, plain):
                 each.add(3 + step, 9 + step)
-        plain.scheduler._last_plan = None
+        plain.scheduler._plans._last = None
         ours, theirs = world.plan_and_commit(), plain.plan_and_commit()
         if theirs is None:
             assert ours is None
