@@ -1,14 +1,17 @@
-"""Where the time of a decode step goes: a few steady steps under torch.profiler, and the same
-without it."""
+"""Where the time of a step goes: a few steady steps under torch.profiler, and the same without it.
+
+All steps do alike: some requests decode, and beside them prompts may come that end with the step.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,82 +19,149 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from pico_vllm.bench.engine import Figures, PicoEngine, measure
+from pico_vllm.bench.load import greedy
 from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.trace import STEP, StepsInTrace, steps_in_trace
 from pico_vllm.bench.workload import PromptSource, Workload
 from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.llm import LLM
 from pico_vllm.errors import ConfigError
-from pico_vllm.sampling_params import SamplingParams
 
 LEAD_IN = 6
-"""Steps that all requests decode before the first one is recorded."""
+"""Steps of this kind before the first one is recorded."""
 NUM_REPLAYS = 100
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyStep:
+    batch: int
+    """Requests that decode."""
+    context: int
+    """Tokens of each of them, and somewhat more."""
+    prompts: int = 0
+    """That come with every step, for one token."""
+    prompt_tokens: int = 1
+    """Of each."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch + self.prompts * self.prompt_tokens
+
+
 @dataclass(frozen=True, slots=True)
-class DecodeProfile:
+class StepProfile:
     figures: Figures
-    """As `bench engine` counts them, without the profiler."""
+    """Without the profiler; where requests only decode as `bench engine` counts them."""
     steps: StepsInTrace
     replay_ms: float | None
     """A step's graph alone, one after the other; None where steps have no graph."""
 
 
-def profile_decode(
-    llm: LLM, *, batch: int, context: int, num_steps: int, trace: Path | None
-) -> DecodeProfile:
-    """Profile steps of `batch` requests with `context` tokens each, and somewhat more.
+def profile_steps(
+    llm: LLM, shape: SteadyStep, *, num_steps: int, trace: Path | None
+) -> StepProfile:
+    """Profile that many steps.
 
     Raises:
-        ConfigError: the window, the pool or the batch does not hold that.
+        ConfigError: the window, the pool, the rows or a step does not hold that.
     """
-    config = llm.config
+    config, engine = llm.config, llm.engine
     assert config.max_num_batched_tokens is not None
     # The first requests decode while the last ones' prompts are still computed.
-    num_prefills = -(-batch * context // config.max_num_batched_tokens)
-    out = 2 * num_prefills + LEAD_IN + num_steps + 4
-    _check_room(llm, batch, context, out)
-    source = PromptSource(llm.engine.vocab_size, config.seed)
-    workload = Workload(id="profile", kind="decode", batch=batch, prompt=context, out=num_steps + 1)
-    (figures,) = measure([PicoEngine(llm)], workload, source)
-    prompts = [source.prompt(context) for _ in range(batch)]
-    with _decoding(llm.engine, prompts, out):
-        events = _record(llm, num_steps, trace)
-        replay_ms = _replay_ms(llm)
+    num_prefills = -(-shape.batch * shape.context // config.max_num_batched_tokens)
+    num_timed = num_steps if shape.prompts else 0
+    num_all = LEAD_IN + num_timed + num_steps
+    out = 2 * num_prefills + num_all + 4
+    _check_room(llm, shape, out)
+    source = PromptSource(engine.vocab_size, config.seed)
+    if not shape.prompts:
+        workload = Workload(
+            id="profile", kind="decode", batch=shape.batch, prompt=shape.context, out=num_steps + 1
+        )
+        (figures,) = measure([PicoEngine(llm)], workload, source)
+    prompts = [source.prompt(shape.context) for _ in range(shape.batch)]
+    step = _Stepping(engine, shape, num_all + 2, source)
+    with _decoding(engine, prompts, out):
+        for _ in range(LEAD_IN - 2):
+            step()
+        if shape.prompts:
+            figures = _timed(llm, step, num_timed)
+        events = _record(llm, step, num_steps, trace)
+        replay_ms = _replay_ms(llm, step)
     steps = steps_in_trace(events, is_gpu=config.device != "cpu")
-    return DecodeProfile(figures, steps, replay_ms)
+    return StepProfile(figures, steps, replay_ms)
 
 
-def _check_room(llm: LLM, batch: int, context: int, out: int) -> None:
+def _check_room(llm: LLM, shape: SteadyStep, out: int) -> None:
     config = llm.config
     assert config.max_num_seqs is not None and config.num_kv_blocks is not None
-    num_blocks = batch * -(-(context + out) // config.block_size)
+    assert config.max_num_batched_tokens is not None
+    batch, context, block_size = shape.batch, shape.context, config.block_size
+    # With overlap prompts hold theirs until the step after theirs is launched.
+    num_prompts = 2 * shape.prompts
+    num_blocks = batch * -(-(context + out) // block_size)
+    num_blocks += num_prompts * -(-(shape.prompt_tokens + 1) // block_size)
+    longest = max((context + out) * (batch > 0), (shape.prompt_tokens + 1) * (num_prompts > 0))
+    most_of_one = config.long_prefill_token_threshold or config.max_num_batched_tokens
+    of_one = shape.prompt_tokens * (num_prompts > 0)
     for param, need, limit, what in (
-        ("max_num_seqs", batch, config.max_num_seqs, "requests at once"),
-        ("max_model_len", context + out, llm.engine.max_model_len, "tokens a request"),
+        ("max_num_seqs", batch + num_prompts, config.max_num_seqs, "requests at once"),
+        ("max_model_len", longest, llm.engine.max_model_len, "tokens a request"),
         ("num_kv_blocks", num_blocks, config.num_kv_blocks, "KV blocks"),
+        (
+            "max_num_batched_tokens",
+            shape.num_tokens,
+            config.max_num_batched_tokens,
+            "tokens a step",
+        ),
+        ("long_prefill_token_threshold", of_one, most_of_one, "tokens of a prompt in a step"),
     ):
         if need > limit:
             option = f"--{param.replace('_', '-')}"
+            asked, lower = f"batch {batch} and context {context}", "--batch, --context or --steps"
+            if num_prompts:
+                prompts = "1 prompt" if shape.prompts == 1 else f"{shape.prompts} prompts"
+                asked += f" with {prompts} of {shape.prompt_tokens} tokens a step"
+                lower = "--batch, --context, --prompts, --prompt-tokens or --steps"
             raise ConfigError(
-                f"batch {batch} and context {context} need {need} {what} and {param} allows "
-                f"{limit}; lower --batch, --context or --steps, or raise {option}",
+                f"{asked} need {need} {what} and {param} allows {limit}; lower {lower}, or raise "
+                f"{option}",
                 param=param,
             )
+
+
+class _Stepping:
+    """The next step, with the prompts that come with it."""
+
+    def __init__(
+        self, engine: Engine, shape: SteadyStep, num_steps: int, source: PromptSource
+    ) -> None:
+        self._engine = engine
+        # Made beforehand: between two steps it would count as a gap.
+        self._coming = iter(
+            [
+                [
+                    engine.check(source.prompt(shape.prompt_tokens), greedy(1))
+                    for _ in range(shape.prompts)
+                ]
+                for _ in range(num_steps)
+            ]
+        )
+
+    def __call__(self) -> None:
+        for request in next(self._coming):
+            self._engine.add(request)
+        measured_step(self._engine)
 
 
 @contextmanager
 def _decoding(engine: Engine, prompts: list[list[int]], out: int) -> Iterator[None]:
     """All requests decode, and none ends by itself meanwhile."""
-    params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True, detokenize=False)
-    waiting = {engine.add_request(prompt, params) for prompt in prompts}
+    waiting = {engine.add_request(prompt, greedy(out)) for prompt in prompts}
     request_ids = list(waiting)
     try:
         while waiting:
             waiting.difference_update(measured_step(engine).request_ids)
-        for _ in range(LEAD_IN - 2):
-            measured_step(engine)
         yield
     finally:
         for request_id in request_ids:
@@ -100,17 +170,33 @@ def _decoding(engine: Engine, prompts: list[list[int]], out: int) -> Iterator[No
             engine.step()
 
 
-def _record(llm: LLM, num_steps: int, trace: Path | None) -> list[dict[str, Any]]:
+def _timed(llm: LLM, step: Callable[[], None], num_steps: int) -> Figures:
+    clock = PicoEngine(llm).host_clock
+    before = None if clock is None else replace(clock.all_steps)
+    start_s = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    seconds = time.perf_counter() - start_s
+    return {
+        "ms_per_step": 1e3 * seconds / num_steps,
+        "host_ms_per_step": None if before is None or clock is None
+        else clock.all_steps.ms_per_step(before),
+    }  # fmt: skip
+
+
+def _record(
+    llm: LLM, step: Callable[[], None], num_steps: int, trace: Path | None
+) -> list[dict[str, Any]]:
     """Events of a chrome trace of that many steps."""
     is_gpu = llm.config.device != "cpu"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_gpu
     with torch.profiler.profile(activities=activities):
-        measured_step(llm.engine)  # the profiler makes much on first use
+        step()  # the profiler makes much on first use
         _synchronize(is_gpu)
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(num_steps):
             with record_function(STEP):
-                measured_step(llm.engine)
+                step()
         _synchronize(is_gpu)
     with tempfile.TemporaryDirectory() if trace is None else nullcontext(trace.parent) as folder:
         path = Path(folder) / ("trace.json" if trace is None else trace.name)
@@ -126,7 +212,7 @@ def _synchronize(is_gpu: bool) -> None:
         torch.cuda.synchronize()
 
 
-def _replay_ms(llm: LLM) -> float | None:
+def _replay_ms(llm: LLM, step: Callable[[], None]) -> float | None:
     """Replays the graph of one more step on what that step was given: it writes the same KV again,
     of requests that end thereafter."""
     graphs = getattr(llm.engine._runner, "graphs", None)
@@ -140,7 +226,7 @@ def _replay_ms(llm: LLM) -> float | None:
 
     graphs.replay = see
     try:
-        measured_step(llm.engine)
+        step()
     finally:
         del graphs.replay
     if not seen:

@@ -1,4 +1,4 @@
-"""pico-vllm profile: where the time of a decode step goes."""
+"""pico-vllm profile: where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from pico_vllm.config.engine import EngineConfig
 from pico_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pico_vllm.bench.profile import DecodeProfile
+    from pico_vllm.bench.profile import StepProfile
 
 NUM_SHOWN = 20
 
 
 @takes_config
 def profile(
-    batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    batch: Annotated[int, typer.Option(min=0, help="Requests that decode together.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt of each.")] = 128,
+    prompts: Annotated[
+        int, typer.Option(min=0, help="Other prompts, for one token each, that come with a step.")
+    ] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of those.")] = 128,
     num_steps: Annotated[int, typer.Option("--steps", min=2, help="Steps to record.")] = 20,
     trace: Annotated[
         Path | None,
@@ -37,16 +41,24 @@ def profile(
     *,
     engine: EngineConfig,
 ) -> None:
-    """Show where the time of a decode step goes: kernels, gaps between them, and the host."""
+    """Show where the time of a step goes: kernels, gaps between them, and the host. Some requests
+    decode, prompts may be computed beside them."""
     if trace is not None and not trace.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"--trace {trace} must end in .json or .json.gz", param="trace")
+    if not batch and not prompts:
+        raise ConfigError(
+            "--batch 0 without --prompts leaves nothing to profile; give either", param="batch"
+        )
     # The profiler's library tells stderr of every start and stop. It reads this as torch loads it.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with load_llm(engine) as llm:
-        from pico_vllm.bench.profile import profile_decode
+        from pico_vllm.bench.profile import SteadyStep, profile_steps
         from pico_vllm.bench.record import environment
 
-        found = profile_decode(llm, batch=batch, context=context, num_steps=num_steps, trace=trace)
+        shape = SteadyStep(
+            batch=batch, context=context, prompts=prompts, prompt_tokens=prompt_tokens
+        )
+        found = profile_steps(llm, shape, num_steps=num_steps, trace=trace)
         summary = summarise(found)
         shares = [
             {
@@ -60,6 +72,7 @@ def profile(
         ]
         if is_json:
             facts = {"model": engine.model, "batch": batch, "context": context}
+            facts |= {"prompts": prompts, "prompt_tokens": prompt_tokens if prompts else None}
             line = facts | summary | {"shares": shares} | environment(llm.config)
             print(json.dumps(line, allow_nan=False))
         else:
@@ -68,7 +81,7 @@ def profile(
         note(f"[trace written to {trace}]")
 
 
-def summarise(found: DecodeProfile) -> dict[str, Any]:
+def summarise(found: StepProfile) -> dict[str, Any]:
     """Flat, of a step unless the key says otherwise. What begins with traced_ was measured under
     the profiler."""
     steps = found.steps
@@ -103,8 +116,6 @@ def _print(summary: dict[str, Any], shares: list[dict[str, Any]], *, is_gpu: boo
         "launches": "launches that brought work" if is_gpu else "outermost operations",
         "works": work,
     }
-    lines = [
-        {"a decode step": meaning, "figure": summary[key]} for key, meaning in meanings.items()
-    ]
-    print_table(("a decode step", "figure"), [line for line in lines if line["figure"] is not None])
+    lines = [{"a step": meaning, "figure": summary[key]} for key, meaning in meanings.items()]
+    print_table(("a step", "figure"), [line for line in lines if line["figure"] is not None])
     print_table(("name", "per_step", "us_each", "us_per_step", "pct"), shares[:NUM_SHOWN])

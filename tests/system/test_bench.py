@@ -111,6 +111,38 @@ def test_profile_of_a_decode_step(
     assert len(marks) == 4
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("batch", [0, 3])
+def test_profile_of_a_step_with_prompts(
+    tiny_model: Any,
+    batch: int,
+    overlap: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every step from the first timed one on has the same requests that decode and as many prompts,
+    each computed whole."""
+    launch, kinds = ModelRunner.launch, []
+
+    def launched(runner: ModelRunner, plan: StepPlan) -> Any:
+        kinds.append((plan.num_decodes, tuple(plan.query_lens.tolist())))
+        return launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", launched)
+    options = ["--batch", str(batch), "--context", "20", "--prompts", "2", "--prompt-tokens", "13"]
+    sizes = ["--steps", "5", "--max-num-seqs", "8", "--overlap", overlap]
+    command = ["profile", "--model", str(tiny_model.folder), *options, *sizes, "--json", *ON_CPU]
+    assert main.run(command) == 0
+    (found,) = json_lines(capsys.readouterr().out)
+    assert (found["batch"], found["prompts"], found["prompt_tokens"]) == (batch, 2, 13)
+    assert found["ms_per_step"] > 0 and 0 < found["busy_ms"] <= found["traced_ms_per_step"]
+    alike = (batch, (*[1] * batch, 13, 13))
+    # Timed, one to get the profiler going, recorded.
+    assert kinds.count(alike) >= 5 + 1 + 5
+    first = kinds.index(alike)
+    assert kinds[first : first + 5 + 1 + 5] == [alike] * 11
+
+
 @pytest.mark.parametrize(
     ("command", "call", "row"),
     [
@@ -157,6 +189,19 @@ def test_profile_prints_tables(tiny_model: Any, capsys: pytest.CaptureFixture[st
     [
         (["--context", "60"], "batch 1 and context 60 need 74 tokens a request and max_model_len"),
         (["--batch", "5"], "batch 5 and context 4 need 5 requests at once and max_num_seqs"),
+        (["--batch", "0"], "--batch 0 without --prompts leaves nothing to profile; give either"),
+        (
+            ["--prompts", "2"],
+            "batch 1 and context 4 with 2 prompts of 128 tokens a step need 5 req",
+        ),
+        (
+            ["--prompts", "1", "--prompt-tokens", "40", "--max-num-batched-tokens", "40"],
+            "batch 1 and context 4 with 1 prompt of 40 tokens a step need 41 tokens a step and ",
+        ),
+        (
+            ["--prompts", "1", "--prompt-tokens", "9", "--long-prefill-token-threshold", "8"],
+            "batch 1 and context 4 with 1 prompt of 9 tokens a step need 9 tokens of a prompt in ",
+        ),
         (["--trace", "x.txt"], "--trace x.txt must end in .json or .json.gz"),
         (["--trace", "/proc/x/t.json"], "--trace /proc/x/t.json cannot be written to"),
         (

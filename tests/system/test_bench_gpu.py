@@ -52,3 +52,13 @@ def test_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["busy_ms"] <= found["traced_ms_per_step"] * 1.01
     assert found["launches"] < 10 < found["works"]
     assert sum(share["pct"] for share in found["shares"]) == pytest.approx(100, abs=0.5)
+
+
+def test_profile_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step of prompts beside requests that decode is a graph too, and takes longer than one of
+    those alone."""
+    sizes = ["--batch", "4", "--context", "100", "--steps", "6"]
+    (alone,) = run(capsys, "profile", *MODEL, *sizes)
+    (found,) = run(capsys, "profile", *MODEL, *sizes, "--prompts", "3", "--prompt-tokens", "500")
+    assert alone["ms_per_step"] < found["replay_ms"] < found["ms_per_step"] * 1.1
+    assert found["launches"] < 10 < found["works"]
