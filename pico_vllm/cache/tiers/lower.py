@@ -367,8 +367,8 @@ class LowerTiers:
 
     @property
     def num_loads_under_way(self) -> int:
-        """Of plans; their end is not known yet."""
-        return len(self._loads)
+        """Or asked for: their end is not known yet."""
+        return len(self._loads) + len(self._new_loads)
 
     @property
     def has_new_loads(self) -> bool:
