@@ -555,3 +555,39 @@ def test_keys_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     down = crowd_out(cache.num_available_blocks - blocks.num_free_device_blocks)
     assert made.take() == 1, "the other's"
     assert sorted(down) == sorted({*keys, *cache.chain(other, "")})
+
+
+def test_loads_are_trusted_until_their_end_is_known() -> None:
+    """Published by a plan that awaits them, beside others that wait or that no plan has yet."""
+    tiers, blocks = tiers_of(64), BlockManager(16)
+    cache = PrefixCache(blocks, block_size=4, tiers=tiers)
+    prompts = [(np.arange(12, dtype=np.int32) + 100 * number).tobytes() for number in range(3)]
+    for tokens in prompts:
+        lease = cache.acquire(cache.match(tokens, 12, ""), "", 0)
+        held = cache.allocate(3)
+        assert held is not None
+        cache.release(lease, held, tokens)
+    taken = cache.allocate(16)
+    assert taken is not None
+    blocks.free(taken)
+    tiers.take_transfers(0)
+    cache.transferred(0, ())
+
+    def begin(tokens: bytes) -> None:
+        assert cache.begin_load(cache.match(tokens, 12, ""), "", 0, tokens, cache.chain(tokens, ""))
+
+    begin(prompts[0])
+    assert cache.publish_loading() == [] and not cache.trusts_loads, "no plan has it"
+    tiers.take_transfers(1)
+    assert not cache.trusts_loads
+    assert len(cache.publish_loading()) == 1 and cache.trusts_loads
+    assert len(cache.match(prompts[0], 12, "").block_ids) == 3
+    begin(prompts[1])
+    assert cache.trusts_loads, "beside one that no plan has"
+    tiers.take_transfers(2)
+    assert cache.trusts_loads, "beside one under way"
+    cache.check_invariants()
+    assert cache.transferred(1, (1,)) == [] and not cache.trusts_loads
+    assert len(cache.publish_loading()) == 1 and cache.trusts_loads
+    assert cache.drop_transfers() == [] and not cache.trusts_loads
+    cache.check_invariants()
