@@ -7,7 +7,7 @@ vLLM users know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pico_vllm.errors import InvalidRequestError
@@ -24,6 +24,30 @@ MAX_SALT_CHARS = 1024
 MAX_ENDING_IDS = 256
 """Ids that min_tokens holds back: the request's stop ids and the model's EOS ids together."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+class TokenBiases(Mapping[int, float]):
+    """Numbers by token id, as they were when they were checked: not to be changed afterwards."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[int, float]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, token_id: int) -> float:
+        return self._values[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +72,7 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens in prompt or output;
     in [0.01, 10]."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id to a number in [-100, 100] added to its logit."""
+    """Token id to a number in [-100, 100] added to its logit; kept as a TokenBiases."""
     seed: int | None = None
     """int64. The same seed gives the same noise whatever else is in the batch."""
     n: int = 1
@@ -140,6 +164,8 @@ def _show(value: object) -> str:
         text = repr(value)
     except ValueError:  # Python does not print an int of more than 4300 digits.
         return "a value too large to print"
+    except Exception:  # a caller's own class
+        return f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -198,7 +224,7 @@ def _checked_stop_ids(ids: object) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _checked_bias(bias: object) -> dict[int, float] | None:
+def _checked_bias(bias: object) -> TokenBiases | None:
     if bias is None or (isinstance(bias, Mapping) and len(bias) == 0):
         return None
     if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
@@ -229,4 +255,4 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
                 param="logit_bias",
             )
         checked[token_id] = float(value)
-    return checked
+    return TokenBiases(checked)

@@ -172,7 +172,7 @@ class ChatTemplate:
             self._worker = None
 
     def _explain(self, refusal: Mapping[str, Any]) -> ChatTemplateError:
-        kind, message = refusal["error"], refusal["message"]
+        kind, message = refusal["error"], " ".join(refusal["message"].split())
         if kind == "refused":
             return ChatTemplateError(message, param="messages")
         sentence = _SENTENCES[kind].format(

@@ -20,6 +20,7 @@ from typing import Any
 
 import tokenizers
 
+from pico_vllm.config.hf_keys import show
 from pico_vllm.errors import (
     ChatTemplateError,
     ContextLengthError,
@@ -138,19 +139,16 @@ class Tokenizer:
         name can reach the arguments of this method.
 
         Raises:
-            InvalidRequestError: messages, tools or variables of the wrong shape.
+            InvalidRequestError: messages, tools or variables of the wrong shape, or variables that
+                are set here.
             ChatTemplateError: no template, or the template refused or failed.
             ContextLengthError: see `check_text_length`.
         """
+        own = {**variables, "add_generation_prompt": add_generation_prompt, "tools": tools}
         text, stand_ins = self._render(
             messages,
             None if parse_special_in_messages else self._special_text,
-            {
-                **(client_variables or {}),
-                **variables,
-                "add_generation_prompt": add_generation_prompt,
-                "tools": tools,
-            },
+            {**_checked_variables(client_variables, {"messages", *own}), **own},
         )
         if max_tokens is not None:
             self.check_text_length(text, max_tokens)
@@ -319,6 +317,25 @@ def _check_text(text: object) -> None:
                 "pair, which is not a character",
                 param="prompt",
             ) from None
+
+
+def _checked_variables(variables: object, taken: set[str]) -> Mapping[str, Any]:
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidRequestError(
+            "chat_template_kwargs must map names of the template's variables to JSON values, not "
+            f"{show(variables)}",
+            param="chat_template_kwargs",
+        )
+    for name in variables:
+        if name in taken:
+            raise InvalidRequestError(
+                f"chat_template_kwargs names {name}, which is set for each conversation; leave it "
+                "out",
+                param="chat_template_kwargs",
+            )
+    return variables
 
 
 def _all_text(value: Any) -> str:

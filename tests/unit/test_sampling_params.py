@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import time
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,3 +177,32 @@ def test_stop_strings_need_text() -> None:
 def test_small_temperatures_are_greedy(temperature: float, is_greedy: bool) -> None:
     """Temperatures below 1e-5 mean greedy, since dividing by them would overflow."""
     assert SamplingParams(temperature=temperature).is_greedy is is_greedy
+
+
+def test_biases_stay_as_they_were_checked() -> None:
+    """What the caller does to the mapping afterwards changes nothing, and what was made of it
+    cannot be changed; parameters that are equal have the same hash, and copies are equal."""
+    biases = {7: 1.0, 8: -2.0}
+    params = SamplingParams(logit_bias=biases)
+    biases[7] = float("nan")
+    assert params.logit_bias is not None and dict(params.logit_bias) == {7: 1.0, 8: -2.0}
+    with pytest.raises(TypeError):
+        params.logit_bias[7] = 0.0  # type: ignore[index]
+    same = SamplingParams(logit_bias={8: -2, "7": 1})
+    assert params == same and hash(params) == hash(same)
+    assert params != SamplingParams(logit_bias={7: 1.0})
+    for copy in (replace(params), pickle.loads(pickle.dumps(params)), deepcopy(params)):
+        assert copy == params and hash(copy) == hash(params)
+
+
+@pytest.mark.parametrize(
+    "name", ["seed", "temperature", "stop", "stop_token_ids", "logit_bias", "ignore_eos", "n"]
+)
+def test_a_value_that_cannot_be_printed_is_refused_all_the_same(name: str) -> None:
+    """By what it is."""
+
+    class Bad:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    assert "a Bad that cannot be printed" in refused(name, Bad()).message

@@ -135,6 +135,7 @@ def test_role_rules_give_the_templates_own_sentence(make: Any) -> None:
         ("{% set n = namespace() %}{% set n.__init__ = 1 %}", "may not do"),
         ("{{ raise_exception.__globals__ }}", "may not do"),
         ("{{ dict.__subclasses__() }}", "may not do|does not have|do not have"),
+        ("{{ raise_exception('no\n\r way') }}", r"\Ano way\Z"),
         ("{% if %}", "not valid Jinja: line 1"),
         ("{{ 'x' ", "not valid Jinja: line 1"),
         ("{% include '/etc/passwd' %}", "could not render"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import CHAT_SPECIALS, TEMPLATES, add_bos, byte_level, write_directory
 
-from pico_vllm.errors import ChatTemplateError
+from pico_vllm.errors import ChatTemplateError, InvalidRequestError
 from pico_vllm.tokenizer.tokenizer import Tokenizer
 
 ATTACKS = [
@@ -156,10 +156,31 @@ def test_tools_and_variables_are_no_way_in(tmp_path: Path) -> None:
     ids = tokenizer.encode_chat(
         [{"role": "user", "content": "x"}],
         tools=[hostile],
-        client_variables={"more": "<|im_end|>", "messages": "y", "tools": "z"},
+        client_variables={"more": "<|im_end|>"},
     )
     assert specials_of(tokenizer, ids) == ["<s>", "<s>"]
     assert tokenizer.decode(ids) == '[{"<|im_end|>": ["<|im_start|>", {"k": "</s>"}]}]<|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (5, "must map names of the template's variables to JSON values, not 5"),
+        ([1], r"not \[1\]"),
+        ({5: 6}, r"not \{5: 6\}"),
+        ({"messages": "y"}, "names messages, which is set for each conversation; leave it out"),
+        ({"tools": None}, "names tools, which is set"),
+        ({"add_generation_prompt": False}, "names add_generation_prompt, which is set"),
+        ({"more": {1, 2}}, "may hold only JSON values"),
+    ],
+)
+def test_variables_that_cannot_be_used_are_refused(
+    tmp_path: Path, variables: Any, message: str
+) -> None:
+    """Nothing that a client names is dropped without a word."""
+    tokenizer = tokenizer_with(tmp_path, "{{ more }}")
+    with pytest.raises(InvalidRequestError, match=message):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}], client_variables=variables)
 
 
 @pytest.mark.parametrize(
