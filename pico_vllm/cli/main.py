@@ -5,6 +5,7 @@ Commands import what they need when they run: asking for help must not wait for 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -21,7 +22,7 @@ from pico_vllm.cli.generate import generate
 from pico_vllm.cli.info import info
 from pico_vllm.cli.models import models, pull
 from pico_vllm.cli.profile import profile
-from pico_vllm.cli.terminal import one_line, print_error
+from pico_vllm.cli.terminal import drop, one_line, print_error
 from pico_vllm.errors import PicoError
 
 app = typer.Typer(
@@ -36,6 +37,9 @@ app.add_typer(bench.app, name="bench")
 
 # typer exports no name for the base of its usage errors, and its home differs between versions.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -70,6 +74,7 @@ def main(args: list[str] | None = None) -> None:
 
 def run(args: list[str]) -> int:
     is_debug, args = _take_debug(args)
+    _open_what_is_closed()
     _set_up_output(is_debug)
     try:
         code = app(args or ["--help"], prog_name="pico-vllm", standalone_mode=False)
@@ -78,18 +83,28 @@ def run(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:
-        # Whoever read our output left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output left.
+        drop(sys.stdout)
         return 1
     except Exception as error:
         if is_debug:
             traceback.print_exc()
         return _report(error)
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # what it would have said is no part of the answer
+            drop(sys.stderr)
 
 
 def _report(error: Exception) -> int:
     if isinstance(error, PicoError):
         print_error(error.message)
+        return 1
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and error.filename is None:
+        # Whoever writes to a file says which.
+        drop(sys.stdout)
+        print_error(f"stdout cannot be written to: {error.strerror}; send it elsewhere")
         return 1
     if isinstance(error, _UsageError):
         context = getattr(error, "ctx", None)
@@ -107,6 +122,16 @@ def _take_debug(args: list[str]) -> tuple[bool, list[str]]:
     end = args.index("--") if "--" in args else len(args)
     options = [arg for arg in args[:end] if arg != "--debug"]
     return len(options) < end, options + args[end:]
+
+
+def _open_what_is_closed() -> None:
+    """Whoever starts a command may have closed its streams, as some daemons do: nothing comes in
+    there, and what goes out is lost."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, to the end of the process
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _set_up_output(is_debug: bool) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +40,11 @@ def write_answer(text: str) -> None:
     sys.stdout.flush()
 
 
+def drop(stream: TextIO) -> None:
+    """Let what goes to a stream be lost: Python would fail once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console that takes text as it is; tables in a pipe are wide, as nothing there is narrow."""
     from rich.console import Console
@@ -49,14 +56,16 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def note(text: str) -> None:
-    """A dim line on stderr; no colour codes where that is no terminal."""
+    """A dim line on stderr; no colour codes where that is no terminal. Lost where that cannot be
+    written to: the answer matters more."""
     sys.stdout.flush()
-    console(stderr=True).print(printable(text), style="dim", soft_wrap=True)
+    with suppress(OSError):
+        console(stderr=True).print(printable(text), style="dim", soft_wrap=True)
 
 
 def print_error(message: str) -> None:
-    sys.stdout.flush()
-    print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 def load_llm(config: EngineConfig) -> LLM:

@@ -141,3 +141,35 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=30)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("buffering", ["", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "code", "out", "err"),
+    [
+        ("--version >&-", 0, "", ""),
+        ("--version 2>&-", 0, "pico-vllm ", ""),
+        ("nonsense 2>&-", 2, "", ""),
+        ("nonsense 2>/dev/full", 2, "", ""),
+        ("generate --model nonsense <&-", 1, "", "error: the prompt is empty; give it as an arg"),
+        (
+            "--version >/dev/full",
+            1,
+            "",
+            "error: stdout cannot be written to: No space left on device; send it elsewhere\n",
+        ),
+    ],
+)
+def test_streams_that_are_closed_or_full(
+    arguments: str, code: int, out: str, err: str, buffering: str
+) -> None:
+    """What comes by the others is as ever."""
+    script = f"{sys.executable} -m pico_vllm.cli.main {arguments}"
+    environment = os.environ | {"PYTHONUNBUFFERED": buffering}
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=30, env=environment
+    )
+    assert done.returncode == code
+    for found, wanted in ((done.stdout, out), (done.stderr, err)):
+        assert found.startswith(wanted) and bool(found) == bool(wanted)
+        assert found.count("\n") <= 1
