@@ -66,13 +66,16 @@ def read_workloads(device: str, file: Path | None = None) -> list[Workload]:
     file = file or DATA / ("workloads-cpu.json" if device == "cpu" else "workloads.json")
     try:
         content = json.loads(file.read_text())
+        if isinstance(content, dict) and "workloads" not in content:
+            raise ValueError('an object has them as its "workloads"')
         entries = content["workloads"] if isinstance(content, dict) else content
         workloads = [_workload(entry) for entry in entries]
         if not workloads or len({each.id for each in workloads}) < len(workloads):
             raise ValueError("it takes one at least, and no id twice")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{file} does not hold workloads: {error!r}; see {DATA / 'workloads.json'} "
+            f"{file} does not hold workloads: {reason}; see {DATA / 'workloads.json'} "
             "for one that does",
             param="workloads",
         ) from error

@@ -81,7 +81,8 @@ def cache(
         int, typer.Option(min=1, help="Tokens of an answer of which the trace says nothing.")
     ] = 16,
     step_ms: Annotated[
-        float, typer.Option(min=0.001, help="What a step takes on the clock of arrival_s.")
+        float,
+        typer.Option(min=0.001, max=3.6e6, help="What a step takes on the clock of arrival_s."),
     ] = 20.0,
     top: Annotated[int, typer.Option(min=0, help="Shared prefixes to show.")] = 10,
     block_size: Annotated[int, field_option(EngineConfig, "block_size")] = 16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,7 +46,7 @@ def generate(
     sampling: SamplingParams,
 ) -> None:
     """Answer one prompt and print the answer as it comes."""
-    prompt = _read_stdin() if words in (None, [], ["-"]) else " ".join(words or ())
+    prompt = _read_stdin() if words in (None, [], ["-"]) else _from_arguments(words or [])
     if not prompt:
         raise EmptyPromptError("the prompt is empty; give it as an argument or on stdin")
     start = time.perf_counter()
@@ -99,6 +100,17 @@ def _read_stdin() -> str:
         raise InvalidRequestError(
             f"stdin is not UTF-8 text at byte {error.start}", param="prompt"
         ) from None
+
+
+def _from_arguments(words: list[str]) -> str:
+    prompt = " ".join(words)
+    try:
+        os.fsencode(prompt).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"the prompt is not UTF-8 text at byte {error.start}", param="prompt"
+        ) from None
+    return prompt
 
 
 def _encode(llm: LLM, prompt: str, is_chat: bool | None) -> list[int]:

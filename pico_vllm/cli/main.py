@@ -141,6 +141,9 @@ def _set_up_output(is_debug: bool) -> None:
             stream.reconfigure(errors="backslashreplace")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not is_debug:
+        # The error that ends a download says what its retries said.
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler()
     if is_debug:
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))

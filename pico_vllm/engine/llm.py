@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
+from os import PathLike, fspath
 from typing import Any, Self
 
 from pico_vllm.config.engine import EngineConfig, KvKind, WeightFormat
@@ -34,7 +35,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | PathLike[str],
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -60,7 +61,7 @@ class LLM:
         eviction_policy: str = "lru",
         max_cached_fraction: float = 1.0,
         kv_host_gb: float | None = None,
-        kv_disk_path: str | None = None,
+        kv_disk_path: str | PathLike[str] | None = None,
         kv_disk_gb: float = 16.0,
         num_threads: int | None = None,
         on_progress: OnProgress | None = None,
@@ -75,7 +76,7 @@ class LLM:
         if isinstance(enable_prefix_caching, bool):
             enable_prefix_caching = "on" if enable_prefix_caching else "off"
         config = EngineConfig(
-            model=model,
+            model=_as_text(model),
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
@@ -100,7 +101,7 @@ class LLM:
             eviction_policy=eviction_policy,
             max_cached_fraction=max_cached_fraction,
             kv_host_gb=kv_host_gb,
-            kv_disk_path=kv_disk_path,
+            kv_disk_path=_as_text(kv_disk_path),
             kv_disk_gb=kv_disk_gb,
             num_threads=num_threads,
         )
@@ -131,8 +132,8 @@ class LLM:
         """Raises InvalidRequestError for a model that was loaded without one."""
         if self._tokenizer is None:
             raise InvalidRequestError(
-                f"{self.config.model} was loaded without a tokenizer; give prompts as lists of "
-                "token ids",
+                f"{self.config.model} was loaded without a tokenizer; give LLM prompts as lists of "
+                "token ids, or measure it with pico-vllm bench or profile",
                 param="prompt",
             )
         return self._tokenizer
@@ -395,6 +396,11 @@ def _plain_int(value: Any) -> Any:
     bool is no id."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     return int(value) if is_whole else value
+
+
+def _as_text(path: Any) -> Any:
+    """Of a path object its text; what else was given is checked as it is."""
+    return fspath(path) if isinstance(path, PathLike) else path
 
 
 def _as_prompts(prompts: object) -> list[Prompt]:

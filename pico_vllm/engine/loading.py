@@ -133,8 +133,9 @@ def open_model(
         if has_tokenizer or config.load_format != "dummy":
             if files.kind == "config":
                 raise ModelLoadError(
-                    f"{config.model} is a configuration without weights; run it with random ones "
-                    "by load_format dummy",
+                    f"{config.model} is a configuration without weights; measure it with random "
+                    "ones (pico-vllm bench or profile with --load-format dummy), or name a model "
+                    "that has some",
                     param="load_format",
                 )
             tokenizer = Tokenizer.from_directory(files.path)

@@ -59,7 +59,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}", param="tokenizer") from None
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise ModelLoadError(f"{path} is not valid JSON: {reason}", param="tokenizer") from None
     if not isinstance(config, dict):
         raise ModelLoadError(f"{path} must hold a JSON object", param="tokenizer")
     if config.get("auto_map"):

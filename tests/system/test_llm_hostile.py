@@ -97,6 +97,13 @@ def test_prompt_longer_than_the_window(llm: LLM, length: int, entry: str) -> Non
     )
 
 
+def test_a_model_by_a_path_object(tiny_model: TinyModel) -> None:
+    """As by its text."""
+    with LLM(tiny_model.folder, **FIXTURE_T) as llm:
+        assert llm.config.model == str(tiny_model.folder)
+        assert one(llm, "abc", greedy(3)).token_ids == tiny_model.oracle.greedy(list(b"abc"), 3)
+
+
 def test_text_longer_than_the_window(llm: LLM) -> None:
     """A text too long is refused, at once where no tokenization could make it fit, also in chat."""
     kind = (ContextLengthError, "prompt", "context_length_exceeded")

@@ -45,7 +45,7 @@ def test_all_tiers_give_the_same_ids(tiny_model: TinyModel, tmp_path: Path, over
         tiers = tiers_of(llm)
         assert [answers(llm) for _ in range(2)] == [wanted] * 2
         assert tiers.counters.num_loaded_blocks > 10
-    on_disk = SETTINGS | {"kv_disk_path": str(tmp_path / "kv"), "kv_host_gb": SMALL_GB}
+    on_disk = SETTINGS | {"kv_disk_path": tmp_path / "kv", "kv_host_gb": SMALL_GB}
     with LLM(folder, **on_disk, overlap=overlap, kv_disk_gb=0.01) as llm:
         tiers = tiers_of(llm)
         assert tiers.host.num_blocks < 8

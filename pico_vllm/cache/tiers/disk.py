@@ -80,7 +80,10 @@ def num_records_in(max_bytes: int, block_tokens_bytes: int, block_bytes: int) ->
 
 def make_folder(path: str) -> Path:
     """That kv_disk_path names, if it is not there. Raises ConfigError where that cannot be."""
-    folder = Path(path)
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:  # nobody's home
+        raise ConfigError(f"kv_disk_path {path}: {error}", param="kv_disk_path") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -126,7 +129,8 @@ class DiskTier:
         layout: of a block, for people and for the header. max_bytes: of the file.
 
         Raises:
-            ConfigError: the folder cannot be used, is in use, or max_bytes hold no block.
+            ConfigError: the folder cannot be used, is in use, max_bytes hold no block, or no file
+                there can be as large.
         """
         self._tokens_bytes, self._block_bytes = block_tokens_bytes, block_bytes
         self._stride = _stride(block_tokens_bytes, block_bytes)
@@ -147,19 +151,27 @@ class DiskTier:
         self.num_evicted = 0
         """Records that went for others."""
         name = sha256(identity + json.dumps(layout, sort_keys=True).encode()).hexdigest()[:16]
-        self.path = Path(folder) / f"pico-vllm-{name}.kv"
+        self.path = make_folder(folder) / f"pico-vllm-{name}.kv"
         self._fd = self._open()
         try:
             self._find_again(self._header(layout, identity))
+        except ConfigError:
+            self.close()
+            raise
         except OSError as error:
             self._disable(error)
 
     def _open(self) -> int:
-        make_folder(str(self.path.parent))
         try:
             # Whoever reads the file reads the prompts.
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ENOENT, errno.ELOOP):
+                raise ConfigError(
+                    f"{self.path} cannot be opened: {error.strerror}; move it away, or name "
+                    "another kv_disk_path",
+                    param="kv_disk_path",
+                ) from error
             raise _unusable(self.path.parent, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,6 +200,7 @@ class DiskTier:
             self.is_alive = False
             return
         if found != header:
+            self._check_size()
             if found:
                 self._note("of another version, model or size, or damaged: begun anew")
             os.ftruncate(self._fd, 0)
@@ -198,6 +211,21 @@ class DiskTier:
         taken = {record.index for record in self._records.values()}
         self._num_begun = 1 + max(taken, default=-1)
         self._free = [index for index in range(self._num_begun) if index not in taken]
+
+    def _check_size(self) -> None:
+        """Before anything that is there goes for a file that can never be."""
+        size, end = os.fstat(self._fd).st_size, self._first + self.num_records * self._stride
+        try:
+            os.ftruncate(self._fd, max(size, end))
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            if error.errno not in (errno.EFBIG, errno.EINVAL, errno.EOVERFLOW):
+                raise
+            raise ConfigError(
+                f"kv_disk_gb gives a file of {end / 2**30:.1f} GiB, more than {self.path.parent} "
+                f"takes ({error.strerror}); lower it",
+                param="kv_disk_gb",
+            ) from error
 
     def _entries(self) -> Iterator[tuple[int, bytes]]:
         """Those that are there, and where; a piece of the table at a time."""

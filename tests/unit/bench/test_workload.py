@@ -92,6 +92,11 @@ def test_workloads_of_a_file(tmp_path: Path) -> None:
         (["none"], "'none' is no object"),
         (None, "NoneType"),
     ]
+    file.write_text('{"x": 1}')
+    with pytest.raises(ConfigError, match='workloads: an object has them as its "workloads"; see'):
+        read_workloads("cuda", file)
+    with pytest.raises(ConfigError, match="workloads: No such file or directory; see"):
+        read_workloads("cuda", tmp_path / "nobody.json")
     for workloads, message in cases:
         file.write_text(json.dumps({"workloads": workloads}))
         with pytest.raises(ConfigError, match=message) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -274,6 +275,52 @@ def test_disk_settings_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_disk_path /proc/kv cannot be written to: .*; name"):
         disk_of(Path("/proc/kv"))
     assert os.listdir(tmp_path) == ["file"]
+    disk = disk_of(tmp_path / "kv")
+    disk.close()
+    path = disk.path
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=rf"{path} cannot be opened: Is a directory; move it awa"):
+        disk_of(tmp_path / "kv")
+    path.rmdir()
+    path.symlink_to(tmp_path / "nowhere" / "file")
+    with pytest.raises(ConfigError, match=rf"{path} cannot be opened: No such file or directory; "):
+        disk_of(tmp_path / "kv")
+
+
+def test_a_size_that_no_file_can_have_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before what is there goes for it."""
+    disk = disk_of(tmp_path)
+    write(disk, 0)
+    disk.close()
+    before = disk.path.read_bytes()
+    truncate = os.ftruncate
+
+    def limited(fd: int, size: int) -> None:
+        if size > 10**6:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        truncate(fd, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", limited)
+        with pytest.raises(
+            ConfigError, match=r"kv_disk_gb gives a file of .* GiB, more than .* to"
+        ):
+            disk_of(tmp_path, max_bytes=10**9)
+    assert disk.path.read_bytes() == before
+    disk = disk_of(tmp_path)
+    assert which(disk) == [0]
+    disk.close()
+
+
+def test_a_folder_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """~ is who runs it, as a shell has it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    disk = disk_of(Path("~/kv"))
+    assert disk.path.parent == tmp_path / "kv"
+    disk.close()
 
 
 def test_reads_come_before_writes() -> None:

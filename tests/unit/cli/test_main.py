@@ -151,6 +151,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         ("--version 2>&-", 0, "pico-vllm ", ""),
         ("nonsense 2>&-", 2, "", ""),
         ("nonsense 2>/dev/full", 2, "", ""),
+        ("generate --raw a $'b\\xff'", 1, "", "error: the prompt is not UTF-8 text at byte 3\n"),
         ("generate --model nonsense <&-", 1, "", "error: the prompt is empty; give it as an arg"),
         (
             "--version >/dev/full",
