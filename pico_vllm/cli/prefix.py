@@ -46,6 +46,7 @@ def bench_prefix(
             param="enable_prefix_caching",
         )
     from pico_vllm.bench.host_memory import run_host_memory
+    from pico_vllm.bench.model_sizes import read_model_config
     from pico_vllm.bench.prefix import (
         CASES,
         SIZES,
@@ -71,9 +72,12 @@ def bench_prefix(
     if sizes == "auto":
         sizes = "cpu" if device.type == "cpu" else "gpu"
     (sizes,) = names("sizes", sizes, tuple(SIZES))[:1]
-    chosen = SIZES[sizes]
-    check_cases([case for case in cases if case != HOST_COST], chosen, engine.max_model_len)
-    on_engine = [case for case in cases if case not in (HOST_COST, TURNS, HOST_MEMORY)]
+    chosen, window = SIZES[sizes], engine.max_model_len
+    with_model = [case for case in cases if case != HOST_COST]
+    if with_model and window is None:
+        window = read_model_config(engine.model).max_model_len_default
+    check_cases(with_model, chosen, window)
+    on_engine = [case for case in with_model if case not in (TURNS, HOST_MEMORY)]
     lines = Lines(COLUMNS, is_json=is_json, record=record)
     with lines.shown():
         if HOST_COST in cases:

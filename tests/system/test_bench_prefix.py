@@ -244,6 +244,17 @@ def test_what_cannot_be_measured_is_refused_before_loading(
     assert captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1
 
 
+def test_a_window_too_small_is_told_before_anything_is_measured(
+    tiny_model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the model, where nobody asks for another."""
+    command = ["bench", "prefix", "--model", str(tiny_model.folder), "--sizes", "cpu"]
+    assert main.run([*command, *ON_CPU]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: mixed needs 1184 tokens a request and the window holds ")
+    assert captured.err.count("\n") == 1 and captured.out == ""
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
