@@ -38,8 +38,7 @@ app.add_typer(bench.app, name="bench")
 # typer exports no name for the base of its usage errors, and its home differs between versions.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _print_version(is_asked: bool) -> None:

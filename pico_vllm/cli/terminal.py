@@ -65,6 +65,8 @@ def note(text: str) -> None:
 
 def print_error(message: str) -> None:
     with suppress(OSError):
+        sys.stdout.flush()
+    with suppress(OSError):
         print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
