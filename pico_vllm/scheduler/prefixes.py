@@ -32,8 +32,6 @@ MIN_AWAITED_TOKENS = 64
 """For fewer nobody is held: one step more costs about as much as computing them."""
 MIN_AWAITED_PART = 0.5
 """Nor where it is less than this part of what a request has to compute."""
-MAX_CHAINS = 16
-"""Of requests that wait whose keys are kept; those of others are made again."""
 MAX_WAITS = 4
 """For disk, for the copy up, and each once more with others."""
 
@@ -70,8 +68,6 @@ class Prefixes:
         self._leaders: dict[tuple[Node, Tokens], str] = {}
         self._last: tuple[tuple[str, int, int], Tokens, Match] | None = None
         """The last match, and what it is good for: the head of the line may ask in each step."""
-        self._chains: dict[str, list[bytes]] = {}
-        """Keys of requests that wait, of at most MAX_CHAINS, until they enter."""
         self._coming: dict[object, _Coming] = {}
         """By what PrefixCache gave for it."""
         self._coming_by_key: dict[bytes, _Coming] = {}
@@ -126,13 +122,14 @@ class Prefixes:
         """Let a request that waits, and for which there is room, wait for what tiers below the
         device have after its match, if that pays."""
         cache, tiers, params = self.cache, self.cache.tiers, request.params
-        if tiers is None or tiers.is_empty or request.num_waits >= MAX_WAITS:
-            return False
-        if params.prompt_logprobs is not None:
+        if tiers is None or request.num_waits >= MAX_WAITS:
             return False
         tokens, salt = self._match(request)[0], params.cache_salt or ""
+        keys = self._keys_below(request, tokens)
+        if keys is None:
+            return False
         # At least the last token is computed.
-        keys = self._chain(request, tokens)[: (request.num_tokens - 1) // self._block_size]
+        keys = keys[: (request.num_tokens - 1) // self._block_size]
         first = len(match.block_ids)
         if first == len(keys):
             return False
@@ -162,16 +159,13 @@ class Prefixes:
         self._coming_by_key.update(dict.fromkeys(coming.keys, coming))
         return True
 
-    def _chain(self, request: Request, tokens: Tokens) -> list[bytes]:
-        """Keys of a request's whole blocks."""
-        keys = self._chains.get(request.request_id)
-        if keys is None:
-            if len(self._chains) == MAX_CHAINS:
-                del self._chains[next(iter(self._chains))]
-            keys = self.cache.chain(tokens, request.params.cache_salt or "")
-            self._chains[request.request_id] = keys
-        assert len(keys) == request.num_tokens // self._block_size, "it grew while it waited"
-        return keys
+    def _keys_below(self, request: Request, tokens: Tokens) -> list[bytes] | None:
+        """Chain keys of a request's whole blocks, where tiers below the device are asked for them.
+        Not to be changed."""
+        tiers = self.cache.tiers
+        if tiers is None or tiers.is_empty or request.params.prompt_logprobs is not None:
+            return None
+        return self.cache.chain(tokens, request.params.cache_salt or "")
 
     @property
     def has_new_transfers(self) -> bool:
@@ -224,7 +218,7 @@ class Prefixes:
         assert self._last is not None and self._last[0][0] == request.request_id
         tokens = self._last[1]
         lease = self.cache.acquire(match, params.cache_salt or "", params.priority)
-        keys = self._chains.pop(request.request_id, None)
+        keys = self._keys_below(request, tokens)
         running = self._running[request.request_id] = _Running(lease, tokens, keys)
         request.block_ids = list(match.block_ids)
         self._lead(request.request_id, running)
@@ -290,7 +284,6 @@ class Prefixes:
         for request_id, running in self._running.items():
             self._stop_leading(request_id, running)
             self._let_go_of(running, None)
-        self._chains.clear()
         self.cache.reset(with_tiers=with_tiers)
 
     def _lead(self, request_id: str, running: _Running) -> None:

@@ -7,10 +7,12 @@ import pytest
 
 from pico_vllm.cache.block_manager import BlockManager
 from pico_vllm.cache.prefix_cache import PrefixCache
+from pico_vllm.cache.tiers import chain
+from pico_vllm.cache.tiers.chain import MAX_KNOWN
 from pico_vllm.cache.tiers.lower import LowerTiers
 from pico_vllm.request import Request
 from pico_vllm.sampling_params import SamplingParams
-from pico_vllm.scheduler.prefixes import MAX_CHAINS, Prefixes
+from pico_vllm.scheduler.prefixes import Prefixes
 
 SIZE, NUM_BLOCKS = 4, 64
 
@@ -25,16 +27,17 @@ def prefixes() -> Prefixes:
 
 
 @pytest.fixture
-def made(prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Tokens of the prompts whose keys were made."""
+def made(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Keys of prompts."""
     seen: list[bytes] = []
-    chain = prefixes.cache.chain
+    original = chain.chain_keys
 
-    def counted(tokens: bytes, salt: str) -> list[bytes]:
-        seen.append(tokens)
-        return chain(tokens, salt)
+    def counted(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+        keys = original(parent, tokens, block_bytes)
+        seen.extend(keys)
+        return keys
 
-    monkeypatch.setattr(prefixes.cache, "chain", counted)
+    monkeypatch.setattr(chain, "chain_keys", counted)
     return seen
 
 
@@ -66,22 +69,20 @@ def run(prefixes: Prefixes, request: Request) -> None:
 def test_keys_of_who_waits_are_made_once(prefixes: Prefixes, made: list[bytes]) -> None:
     """Whoever else is looked up meanwhile, unless that are many; and they go into the tree when it
     runs, the last block's too."""
-    requests = [request_of(str(number), 10 * number) for number in range(MAX_CHAINS)]
+    requests = [request_of(str(number), 10 * number) for number in range(MAX_KNOWN)]
     for request in (*requests, *requests):
         look_up(prefixes, request)
-    assert len(made) == MAX_CHAINS
-    prefixes.check_invariants([])
+    assert len(made) == 3 * MAX_KNOWN
     made.clear()
-    run(prefixes, requests[0])
+    run(prefixes, requests[1])
     chains = [node.chain for node in prefixes.cache._tree.nodes() if node.block_ids]
     assert [len(chain or ()) for chain in chains] == [2, 1] and not made
     prefixes.check_invariants([])
     made.clear()
-    for number in range(2):
-        look_up(prefixes, request_of(f"other {number}", 1000 + number))
-    assert len(made) == 2, "the first in place of who entered, the second of who waits longest"
+    look_up(prefixes, request_of("another", 10_000))
+    assert len(made) == 3
     for request in requests[2:]:
         look_up(prefixes, request)
-    assert len(made) == 2
-    look_up(prefixes, requests[1])
     assert len(made) == 3
+    look_up(prefixes, requests[0])
+    assert len(made) == 6, "another came in its place"
