@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pico_vllm.bench.figures import rounded
 from pico_vllm.bench.peers.base import BenchEngine
-from pico_vllm.bench.record import rounded
 from pico_vllm.bench.steps import step_error
 from pico_vllm.bench.workload import PromptSource, Workload
 from pico_vllm.engine.llm import LLM

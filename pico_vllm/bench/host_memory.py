@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pico_vllm.bench.engine import PicoEngine
+from pico_vllm.bench.figures import flat, rounded
 from pico_vllm.bench.limits import cuda_ms
 from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.model_sizes import read_model_config
@@ -53,9 +54,9 @@ class LongPrompts:
 
 def run_host_memory(
     load: Callable[[EngineConfig], LLM], config: EngineConfig, shape: LongPrompts, *, seed: int
-) -> tuple[Figures, EngineConfig]:
-    """The figures, and the settings that they were measured with. config: host memory is of its
-    size where it names one, or holds all prompts.
+) -> Iterator[tuple[Figures, EngineConfig]]:
+    """One line, with the settings that it was measured with. config: host memory is of its size
+    where it names one, or holds all prompts.
 
     Raises:
         ConfigError: the pool would hold more blocks than asked for.
@@ -76,7 +77,8 @@ def run_host_memory(
     free_memory()
     with closing(load(below)) as llm:
         figures = _ask_in_turn(llm, shape, seed) | _copy_rates(llm)
-        return figures, llm.config
+        line = {"id": "host-memory"} | rounded(figures)
+        yield line | flat(shape) | {"seed": seed}, llm.config
 
 
 def pool_blocks(config: EngineConfig, shape: LongPrompts) -> int:
@@ -106,13 +108,10 @@ def _ask_in_turn(llm: LLM, shape: LongPrompts, seed: int) -> Figures:
     ask_ms(source.prompt(shape.shared))
     prompts = [source.prompt(shape.shared) for _ in range(shape.prompts)]
     computed_ms = [ask_ms(each) for each in prompts]
-    loaded_ms: list[float] = []
-    found_ms: list[float] = []
-    before = engine.cache_stats()
+    loaded_ms, found_ms, before = [], [], engine.cache_stats()
     for number in range(shape.rounds + 1):
         if number == 1:
-            before = engine.cache_stats()
-            loaded_ms, found_ms = [], []
+            loaded_ms, found_ms, before = [], [], engine.cache_stats()
         for each in prompts:
             loaded_ms.append(ask_ms(each))
             found_ms.append(ask_ms(each))

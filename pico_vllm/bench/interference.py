@@ -14,11 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pico_vllm.bench.figures import rounded
 from pico_vllm.bench.load import greedy
 from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.metrics import distribution_ms
 from pico_vllm.bench.model_sizes import read_model_config
-from pico_vllm.bench.record import rounded
 from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.config.engine import EngineConfig

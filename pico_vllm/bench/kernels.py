@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pico_vllm.bench.figures import rounded
 from pico_vllm.bench.limits import cuda_ms
-from pico_vllm.bench.record import rounded
 from pico_vllm.cache.triton_kv import TritonKV, TritonStep
 from pico_vllm.config.model import ModelConfig
 from pico_vllm.engine.sampling_rows import WORDS_PER_ROW, SamplingRows

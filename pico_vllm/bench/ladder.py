@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pico_vllm.bench.engine import PicoEngine
+from pico_vllm.bench.figures import rounded
 from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.model_sizes import read_model_config
-from pico_vllm.bench.record import rounded
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.config.engine import EngineConfig
 from pico_vllm.engine.llm import LLM

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from pico_vllm.bench.arrivals import Arrivals
+from pico_vllm.bench.figures import rounded
 from pico_vllm.bench.lengths import LengthSource
 from pico_vllm.bench.metrics import LatencyLimits, RequestTimes, summarize
-from pico_vllm.bench.record import rounded
 from pico_vllm.bench.tier_figures import tier_figures
 from pico_vllm.bench.workload import PromptSource
 from pico_vllm.engine.engine import CheckedRequest, Engine

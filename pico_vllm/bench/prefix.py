@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from pico_vllm.bench.engine import PicoEngine
+from pico_vllm.bench.figures import flat, rounded
 from pico_vllm.bench.host_cost import host_costs
 from pico_vllm.bench.host_memory import LongPrompts
 from pico_vllm.bench.load import greedy
 from pico_vllm.bench.memory import free_memory
 from pico_vllm.bench.metrics import distribution_ms
-from pico_vllm.bench.record import rounded
 from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.tier_figures import tier_figures
 from pico_vllm.bench.workload import PromptSource
@@ -462,9 +462,3 @@ class _Talks:
             for request_id in running:
                 engine.abort(request_id)
         return ttft_s
-
-
-def flat(shape: Shape) -> Figures:
-    """Bounds as `8-16`."""
-    values = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
-    return {k: "-".join(map(str, v)) if isinstance(v, tuple) else v for k, v in values.items()}

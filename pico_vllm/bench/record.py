@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -20,7 +19,6 @@ import pico_vllm
 from pico_vllm.config import hardware
 from pico_vllm.config.engine import EngineConfig
 
-SIGNIFICANT_DIGITS = 6
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLIBC_TUNABLES")
 
 
@@ -52,14 +50,6 @@ def machine(device: str, *, commit: str | None = None) -> dict[str, Any]:
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         )
     return facts | {name.lower(): os.environ.get(name) for name in THREAD_VARIABLES}
-
-
-def rounded(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Floats to the significant digits that a line shows: a figure of any size keeps them."""
-    return {
-        name: float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
-        for name, value in figures.items()
-    }
 
 
 def append_record(path: Path, line: dict[str, Any]) -> None:

@@ -214,12 +214,12 @@ def _replayed(
     below: TierSizes | None,
 ) -> Iterator[dict[str, Any]]:
     """The line of a run, and one for each shared prefix."""
+    from pico_vllm.bench.figures import rounded
     from pico_vllm.bench.replay import replay, shared_prefixes
 
     pool = {"num_kv_blocks": config.num_kv_blocks}
     found = replay(requests, config, step_s=step_ms / 1e3, below=below)
-    figures = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.figures().items()}
-    yield {"id": "cache"} | pool | figures
+    yield {"id": "cache"} | pool | rounded(found.figures())
     for number, prefix in enumerate(shared_prefixes(found.requests, top), 1):
         yield {"id": f"prefix-{number}"} | pool | prefix.figures() | {"begin": prefix.begin}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -51,12 +52,11 @@ def bench_prefix(
         CASES,
         SIZES,
         check_cases,
-        flat,
         run_host_cost,
         run_prefix,
         run_turns,
     )
-    from pico_vllm.bench.record import environment, machine, rounded
+    from pico_vllm.bench.record import environment, machine
     from pico_vllm.engine.loading import settle_device
 
     cases = names("only", only, CASES)
@@ -91,14 +91,13 @@ def bench_prefix(
                     lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
             # The engines of turns and host-memory need the memory.
             del llm
+        on_their_own = []
         if HOST_MEMORY in cases:
             shape = chosen.host_memory
-            line, config = run_host_memory(load_llm, engine, shape, seed=engine.seed)
-            line = rounded(line) | flat(shape) | {"seed": engine.seed}
-            head = {"id": HOST_MEMORY, "model": engine.model, "sizes": sizes}
-            lines.add(head | line | environment(config, commit=commit))
+            on_their_own.append(run_host_memory(load_llm, engine, shape, seed=engine.seed))
         if TURNS in cases:
-            for line, config in run_turns(load_llm, engine, chosen, seed=engine.seed):
-                head = {"id": line["id"], "model": engine.model}
-                lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
+            on_their_own.append(run_turns(load_llm, engine, chosen, seed=engine.seed))
+        for line, config in chain.from_iterable(on_their_own):
+            head = {"id": line["id"], "model": engine.model}
+            lines.add(head | line | {"sizes": sizes} | environment(config, commit=commit))
     lines.end()

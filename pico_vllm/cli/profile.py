@@ -84,10 +84,11 @@ def profile(
 def summarise(found: StepProfile) -> dict[str, Any]:
     """Flat, of a step unless the key says otherwise. What begins with traced_ was measured under
     the profiler."""
+    from pico_vllm.bench.figures import rounded
+
     steps = found.steps
-    return {
-        name: None if value is None else round(value, 4)
-        for name, value in {
+    return rounded(
+        {
             "ms_per_step": found.figures["ms_per_step"],
             "host_ms_per_step": found.figures["host_ms_per_step"],
             "replay_ms": found.replay_ms,
@@ -98,8 +99,8 @@ def summarise(found: StepProfile) -> dict[str, Any]:
             "gap_max_us": steps.max_gap_us,
             "launches": steps.num_launches,
             "works": steps.num_works,
-        }.items()
-    }
+        }
+    )
 
 
 def _print(summary: dict[str, Any], shares: list[dict[str, Any]], *, is_gpu: bool) -> None:

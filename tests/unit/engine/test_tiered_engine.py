@@ -114,7 +114,7 @@ def plans_of(clients: Clients) -> list[StepPlan]:
 def test_one_alone_enters_behind_its_loads(overlap: bool, delay: int) -> None:
     """Where nobody else runs the step of a prompt is launched while its prefix comes up."""
     clients = clients_of(overlap=overlap, max_load_delay=delay)
-    first = ask(clients, ids(60))
+    ask(clients, ids(60))
     crowd_out(clients)
     plans = plans_of(clients)
     again = ask(clients, ids(60))
@@ -122,7 +122,6 @@ def test_one_alone_enters_behind_its_loads(overlap: bool, delay: int) -> None:
     assert [len(plan.rows) for plan in plans[:2]] == [0, 1]
     assert [plan.awaits_loads for plan in plans] == [False, overlap] + [False] * len(plans[2:])
     assert again.num_cached_tokens == 48
-    assert again.output_token_ids[0] is not None and first.num_cached_tokens == 0
     clients.check()
 
 

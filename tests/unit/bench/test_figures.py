@@ -1,10 +1,10 @@
-"""What a record says of figures."""
+"""What a line says of figures."""
 
 from __future__ import annotations
 
 import pytest
 
-from pico_vllm.bench.record import rounded
+from pico_vllm.bench.figures import rounded
 
 
 @pytest.mark.parametrize("value", [0.0628123456, 127.01522123, 43807.654321, 3.5e-7, 2.1e11])
