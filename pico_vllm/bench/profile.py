@@ -176,12 +176,11 @@ def _timed(llm: LLM, step: Callable[[], None], num_steps: int) -> Figures:
     start_s = time.perf_counter()
     for _ in range(num_steps):
         step()
-    seconds = time.perf_counter() - start_s
-    return {
-        "ms_per_step": 1e3 * seconds / num_steps,
-        "host_ms_per_step": None if before is None or clock is None
-        else clock.all_steps.ms_per_step(before),
-    }  # fmt: skip
+    step_ms = 1e3 * (time.perf_counter() - start_s) / num_steps
+    host_ms = None
+    if clock is not None and before is not None:
+        host_ms = clock.all_steps.ms_per_step(before)
+    return {"ms_per_step": step_ms, "host_ms_per_step": host_ms}
 
 
 def _record(
