@@ -23,13 +23,15 @@ from pico_vllm.bench.load import greedy
 from pico_vllm.bench.steps import measured_step
 from pico_vllm.bench.trace import STEP, StepsInTrace, steps_in_trace
 from pico_vllm.bench.workload import PromptSource, Workload
+from pico_vllm.engine.device_batch import TURNS
 from pico_vllm.engine.engine import Engine
 from pico_vllm.engine.llm import LLM
 from pico_vllm.errors import ConfigError
 
 LEAD_IN = 6
 """Steps of this kind before the first one is recorded."""
-NUM_REPLAYS = 100
+NUM_REPLAYS = 32 * TURNS
+"""In whole rounds of turns, as those to warm up: so the device's count of them stays the host's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +234,8 @@ def _replay_ms(llm: LLM, step: Callable[[], None]) -> float | None:
         return None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    for index in range(NUM_REPLAYS + 3):
-        if index == 3:
+    for index in range(TURNS + NUM_REPLAYS):
+        if index == TURNS:
             start.record()
         replay(*seen[-1])
     end.record()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pico_vllm.bench.profile import StepProfile
 
 NUM_SHOWN = 20
+NAME_WIDTH = 60
+"""Of names in tables: those of C++ templates go on for hundreds of letters. JSON has them whole."""
 
 
 @takes_config
@@ -119,4 +121,9 @@ def _print(summary: dict[str, Any], shares: list[dict[str, Any]], *, is_gpu: boo
     }
     lines = [{"a step": meaning, "figure": summary[key]} for key, meaning in meanings.items()]
     print_table(("a step", "figure"), [line for line in lines if line["figure"] is not None])
-    print_table(("name", "per_step", "us_each", "us_per_step", "pct"), shares[:NUM_SHOWN])
+    shown = [share | {"name": _short(share["name"])} for share in shares[:NUM_SHOWN]]
+    print_table(("name", "per_step", "us_each", "us_per_step", "pct"), shown)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "..."

@@ -176,12 +176,15 @@ def test_a_step_that_fails_is_named_and_no_figure(
     assert row is None or row in captured.out
 
 
-def test_profile_prints_tables(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --json a person gets the step and its operations."""
+def test_profile_prints_tables(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --json a person gets the step and its operations, long names cut."""
+    monkeypatch.setattr("pico_vllm.cli.profile.NAME_WIDTH", 9)
     model = ["--model", str(tiny_model.folder), "--max-model-len", "64"]
     assert main.run(["profile", *model, "--context", "8", "--steps", "2", *ON_CPU]) == 0
     out = capsys.readouterr().out
-    assert "a step, without the profiler, ms" in out and "aten::" in out
+    assert "a step, without the profiler, ms" in out and "aten::..." in out
 
 
 @pytest.mark.parametrize(

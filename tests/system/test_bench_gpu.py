@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from pico_vllm.bench.memory import free_memory
+from pico_vllm.bench.profile import SteadyStep, profile_steps
 from pico_vllm.cli import main
+from pico_vllm.engine.llm import LLM
 
 pytestmark = pytest.mark.gpu
 
 MODEL = ["--model", "qwen3-0.6b", "--load-format", "dummy", "--gpu-memory-utilization", "0.3"]
+
+
+@pytest.fixture(autouse=True)
+def _free() -> Iterator[None]:
+    """One process loads many models here, each of which the command keeps to its end."""
+    yield
+    free_memory()
 
 
 def run(capsys: pytest.CaptureFixture[str], *command: str) -> list[dict[str, Any]]:
@@ -59,6 +70,16 @@ def test_profile_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     those alone."""
     sizes = ["--batch", "4", "--context", "100", "--steps", "6"]
     (alone,) = run(capsys, "profile", *MODEL, *sizes)
+    free_memory()
     (found,) = run(capsys, "profile", *MODEL, *sizes, "--prompts", "3", "--prompt-tokens", "500")
     assert alone["ms_per_step"] < found["replay_ms"] < found["ms_per_step"] * 1.1
     assert found["launches"] < 10 < found["works"]
+
+
+def test_engine_goes_on_after_a_profile() -> None:
+    """Replays of a step's graph leave host and device agreed on whose turn it is."""
+    with LLM("qwen3-0.6b", load_format="dummy", gpu_memory_utilization=0.3) as llm:
+        shape = SteadyStep(batch=4, context=100)
+        for _ in range(2):
+            profile = profile_steps(llm, shape, num_steps=3, trace=None)
+            assert profile.replay_ms is not None and profile.replay_ms > 0
