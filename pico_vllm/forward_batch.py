@@ -30,7 +30,7 @@ class DeviceFeed:
     """[R] int32, the token after which each request's next one comes"""
     block_size: int
     is_long: bool
-    """Whether decoding requests may have long contexts."""
+    """Whether keys are cut into more splits: where all decode, or all are attended alike."""
     prefix_lens: Tensor | None = None
     """[R] int32, of a decoding batch: first tokens that all those which have any here share; None
     where attention does not ask."""

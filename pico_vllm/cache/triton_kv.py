@@ -185,8 +185,9 @@ class TritonStep:
         of_all = *kv.layers[layer], batch.block_table, self._table_rows
         options: dict[str, Any] = {
             "scale": kv.scale, "new_kv_TGD": (k_TGD, v_TGD), "out": out_THD,
-            # Splits are added up for all tokens.
-            "scratch": kv.prefill_scratch if feed.decode_lens is None else None,
+            # Attention of requests that decode comes between, beside others.
+            "reads_early": feed.decode_lens is None,
+            "scratch": kv.prefill_scratch if self._is_long else None,
         }  # fmt: skip
         if feed.older_starts is not None:
             has_padding = feed.fresh_starts is None

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from pico_vllm.engine.device_batch import Kind, Shape, kind_of
 from pico_vllm.engine.shared_prefixes import SharedPrefix
 from pico_vllm.kernels.paged_decode import are_long, can_be_long
+from pico_vllm.kernels.paged_prefill import MAX_SPLIT_TOKENS, are_cut
 from pico_vllm.kernels.shared_prefix import MIN_SHARING
 from pico_vllm.step import StepPlan
 
@@ -120,7 +121,8 @@ class CudaGraphs:
         if kind == "mixed" and not is_large:
             # Decoding requests are extended by one token like the others.
             kind = "extend"
-        return Shape(tokens, requests, kind)
+        is_long = kind == "extend" and are_cut(tokens, plan.context_lens + plan.query_lens)
+        return Shape(tokens, requests, kind, is_long=is_long)
 
     def has(self, shape: Shape, tail: Tail) -> bool:
         return (shape, tail) in self._graphs
@@ -162,9 +164,14 @@ class CudaGraphs:
         ]
 
     def extend_shapes(self) -> list[Shape]:
-        """One for each number of requests, with tokens as few as that allows."""
+        """For each number of requests, with tokens as few as that allows."""
         sizes = [(_at_least(self._token_sizes, size), size) for size in self._request_sizes]
-        return [Shape(tokens, size, "extend") for tokens, size in sizes if tokens]
+        return [
+            Shape(tokens, size, "extend", is_long=is_long)
+            for tokens, size in sizes
+            for is_long in (False, True)
+            if tokens is not None and (not is_long or tokens <= MAX_SPLIT_TOKENS)
+        ]
 
     def capture_decodes(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         graphs = [(shape, tail) for shape in self.decode_shapes() for tail in self._tails_of(shape)]

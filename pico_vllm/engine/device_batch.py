@@ -64,7 +64,7 @@ class Shape:
     num_requests: int
     kind: Kind
     is_long: bool = False
-    """Decoding with long contexts, which attention cuts otherwise."""
+    """Decoding, or extending, with long contexts, which attention cuts otherwise."""
     is_shared: bool = False
     """Decoding behind a prefix that many share, which attention reads once."""
 

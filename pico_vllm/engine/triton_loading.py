@@ -159,9 +159,9 @@ def profile_activations(
         of_first_answer = Shape(min(tokens, 16), 1, "extend"), Shape(1, 1, "decode")
         runner.compile(
             (
-                largest, largest_in_graph, Shape(short, 1, "extend"), Shape(short, 1, "fresh"),
-                Shape(medium, 1, "extend"), Shape(rows, rows, "decode"),
-                *of_first_answer,
+                largest, largest_in_graph, Shape(short, 1, "extend"),
+                Shape(short, 1, "extend", is_long=True), Shape(short, 1, "fresh"),
+                Shape(medium, 1, "extend"), Shape(rows, rows, "decode"), *of_first_answer,
             )
         )  # fmt: skip
         eager_bytes = _peak_bytes(runner, largest)

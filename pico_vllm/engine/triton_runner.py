@@ -32,6 +32,7 @@ from pico_vllm.kernels.full_sample import full_sample
 from pico_vllm.kernels.host_words import publish_ids
 from pico_vllm.kernels.launch import compiled_in_parallel
 from pico_vllm.kernels.paged_decode import are_long
+from pico_vllm.kernels.paged_prefill import are_cut
 from pico_vllm.kernels.shared_prefix import MIN_SHARING
 from pico_vllm.kernels.token_logprobs import CHOSEN, FIRST_TOP, RANK, num_words, token_logprobs
 from pico_vllm.layers.linear import Residual
@@ -473,9 +474,11 @@ class TritonRunner:
 
 
 def _exact_shape(plan: StepPlan, shared: SharedPrefix | None) -> Shape:
-    kind = kind_of(plan)
+    kind, is_long = kind_of(plan), False
+    if kind == "decode":
+        is_long = are_long(own_lens(plan, shared))
+    elif kind == "extend":
+        is_long = are_cut(plan.num_tokens, plan.context_lens + plan.query_lens)
     return Shape(
-        plan.num_tokens, len(plan.rows), kind,
-        is_long=kind == "decode" and are_long(own_lens(plan, shared)),
-        is_shared=shared is not None,
-    )  # fmt: skip
+        plan.num_tokens, len(plan.rows), kind, is_long=is_long, is_shared=shared is not None
+    )

@@ -27,9 +27,9 @@ from pico_vllm.kernels.paged_prefill import (
     PrefillScratch,
     check_head_dim,
     choose_config,
+    for_few_tokens,
     paged_prefill,
     paged_prefill_pool_reference,
-    split_further,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,6 +38,10 @@ ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SMALL = PrefillConfig(block_m=32, block_n=16, num_warps=4, num_stages=2)
 """Several tiles and rounds even for a few tokens."""
 SMALL_NEW = replace(SMALL, uses_new=True)
+
+
+def in_splits(num_splits: int, config: PrefillConfig = SMALL) -> PrefillConfig:
+    return replace(config, reads_early=True, num_splits=num_splits)
 
 
 @dataclass
@@ -64,7 +68,11 @@ class Step:
         )  # fmt: skip
 
     def run(
-        self, config: PrefillConfig | None = None, scratch: PrefillScratch | None = None
+        self,
+        config: PrefillConfig | None = None,
+        scratch: PrefillScratch | None = None,
+        *,
+        reads_early: bool = False,
     ) -> Tensor:
         # Cut from a wider tensor and full of NaN: neither contiguous nor right by chance.
         num_tokens, num_heads, head_dim = self.q_THD.shape
@@ -77,6 +85,7 @@ class Step:
             scale=self.scale,
             new_kv_TGD=self.new_kv_TGD,
             out=wide[:, 1:],
+            reads_early=reads_early or scratch is not None,
             scratch=scratch,
             config=config,
         )
@@ -187,10 +196,10 @@ def test_padding(second: int, num_padding: int) -> None:
 
 
 @pytest.mark.memcheck
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [1, 2, 3])
 def test_tokens_of_other_kernels(first: int) -> None:
     """What lies before the first request that has tokens, and behind the last one if that is no
-    padding, is left alone: tiles of 10 tokens, and others' that are cut there or not."""
+    padding, is left alone: tiles of 10 tokens, and others' that are cut there or not, or all."""
     query_lens, seq_lens = [10, 13, 7, 21], [30, 13, 40, 50]
     step = made(query_lens, seq_lens, num_padding=9)
     whole = check(step)
@@ -206,7 +215,7 @@ def test_tokens_of_other_kernels(first: int) -> None:
     with pytest.raises(ValueError, match="none may be another kernel's"):
         paged_prefill(
             *step.arguments, scale=step.scale, has_padding=False,
-            config=replace(SMALL, num_splits=2, few_rounds=1),
+            config=replace(in_splits(2), few_rounds=1),
         )  # fmt: skip
 
 
@@ -267,24 +276,26 @@ def test_splits(
     """Keys cut into splits give the same, and the same bits again; what fits into one split gives
     the bits that it gives uncut. Nothing but the splits in use is written to the scratch."""
     step = made(query_lens, seq_lens, num_padding=6)
-    guarded, config = Guarded(step, num_splits), replace(SMALL, num_splits=num_splits)
+    guarded, config = Guarded(step, num_splits), in_splits(num_splits)
     out = check(step, config, guarded.scratch)
     guarded.check(num_used)
     assert torch.equal(step.run(config, guarded.scratch), out)
-    is_whole = torch.tensor(num_used) == 1
-    assert torch.equal(out[is_whole], step.run(SMALL)[is_whole])
+    uncut, is_whole = step.run(SMALL), torch.tensor(num_used) == 1
+    assert torch.equal(out[is_whole], uncut[is_whole])
+    assert torch.equal(step.run(replace(SMALL, reads_early=True)), uncut)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="looks into the interpreter")
+@pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(("query_len", "seq_len"), [(5, 101), (40, 104), (47, 90), (12, 12)])
-def test_splits_read_this_steps_keys_after_waiting(
-    query_len: int, seq_len: int, monkeypatch: pytest.MonkeyPatch
+def test_this_steps_keys_are_read_after_waiting(
+    query_len: int, seq_len: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a program waits for the kernel before, this step's tokens have no keys in the pool; it
     may read those of older ones."""
     step = made([query_len], [seq_len])
-    config = replace(SMALL, num_splits=3)
-    wanted = check(step, config, Guarded(step, 3).scratch)
+    config = in_splits(num_splits)
+    wanted = check(step, config, Guarded(step, num_splits).scratch)
     positions = torch.arange(seq_len - query_len, seq_len)
     row = int(step.rows[0])
     block_size = step.k_BGSD.shape[2]
@@ -302,12 +313,12 @@ def test_splits_read_this_steps_keys_after_waiting(
 
     monkeypatch.setattr(source, "let_next_start", begin)
     monkeypatch.setattr(source, "wait_for_inputs", wait)
-    assert torch.equal(step.run(config, Guarded(step, 3).scratch), wanted)
+    assert torch.equal(step.run(config, Guarded(step, num_splits).scratch), wanted)
 
 
 def test_splits_by_default() -> None:
-    """With a scratch, few tokens are cut as split_further says, others not at all."""
-    config = split_further(choose_config(3, 6, 32, torch.float32), 3, 6, 2)
+    """With a scratch, few tokens are cut as for_few_tokens says, others not at all."""
+    config = for_few_tokens(choose_config(3, 6, 32, torch.float32), 3, 6, 2, is_cut=True)
     assert FEW_ROUNDS * config.block_n == 256
     for num_keys, num_used in ((300, 9), (256, 1)):
         step = made([3], [num_keys])
@@ -330,11 +341,17 @@ def test_splits_of_any_launch_fit_the_scratch() -> None:
                     continue  # does not fit its tile
                 for has_new in (False, True):
                     config = choose_config(num_tokens, num_heads, 128, dtype, has_new=has_new)
-                    cut = split_further(config, num_tokens, num_heads, num_kv_heads)
+                    sizes = num_tokens, num_heads, num_kv_heads
+                    whole = for_few_tokens(config, *sizes, is_cut=False)
+                    assert whole in (config, replace(config, reads_early=True))
+                    cut = for_few_tokens(config, *sizes, is_cut=True)
                     if cut.num_splits == 1:
+                        assert cut == whole
                         continue
                     assert cut.num_splits <= MAX_PROMPT_SPLITS and num_tokens <= MAX_SPLIT_TOKENS
-                    assert not cut.uses_new, "whose keys of one piece are not cut"
+                    assert cut.reads_early and not cut.uses_new, (
+                        "whose keys of one piece are not cut"
+                    )
                     sums = cut.num_splits * num_tokens * num_heads
                     assert sums <= scratch.partials.numel() and 2 * sums <= scratch.stats.numel()
                     assert num_tokens <= scratch.num_used.numel()
@@ -342,7 +359,7 @@ def test_splits_of_any_launch_fit_the_scratch() -> None:
                     num_tiles = -(-num_tokens // tile_tokens)
                     assert num_tiles * num_kv_heads * cut.num_splits <= MOST_SPLIT_PROGRAMS
     forty_eight = choose_config(48, 12, 128, torch.bfloat16), 48, 12, 2
-    assert split_further(*forty_eight).num_splits == MOST_SPLIT_PROGRAMS // 10
+    assert for_few_tokens(*forty_eight, is_cut=True).num_splits == MOST_SPLIT_PROGRAMS // 10
 
 
 COMPILE = """
@@ -351,10 +368,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pico_vllm.kernels.paged_prefill import (
-    _paged_prefill_kernel as kernel, choose_config, split_further
+    _paged_prefill_kernel as kernel, choose_config, for_few_tokens
 )
 
-config = split_further(choose_config(48, 12, 128, torch.bfloat16), 48, 12, 2)
+config = for_few_tokens(choose_config(48, 12, 128, torch.bfloat16), 48, 12, 2, is_cut=True)
 pointers = ("q_ptr", "k_ptr", "v_ptr", "out_ptr")
 types = {name: "*bf16" for name in pointers}
 types |= {name: "*i32" for name in ("table_ptr", "query_start_loc_ptr", "num_used_ptr")}
@@ -370,7 +387,7 @@ source = ASTSource(
     constexprs=dict(
         k_new=None, v_new=None, NUM_KV_HEADS=2, GROUP=6, D=128, D_PAD=128, S=16,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, FEW_ROUNDS=config.few_rounds,
-        HAS_NEW=False, HAS_SPLITS=True, PRECISION="tf32", USE_PDL=True,
+        HAS_NEW=False, READS_EARLY=True, HAS_SPLITS=True, PRECISION="tf32", USE_PDL=True,
     ),
     attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
 )
@@ -442,16 +459,17 @@ def test_arguments_that_are_refused() -> None:
             {"config": SMALL_NEW, "new_kv_TGD": (q[:, :2], q[:, :1])},
             r"are \[4, 1, 32\] torch.float32, not \[4, 2, 32\]",
         ),
-        ((q, k, v, *ids), {"config": replace(SMALL, num_splits=2)}, "2 splits need a scratch"),
-        ((q, k, v, *ids), {"config": replace(SMALL, num_splits=33)}, "at most 32 splits"),
+        ((q, k, v, *ids), {"config": in_splits(2)}, "2 splits need a scratch"),
+        ((q, k, v, *ids), {"config": in_splits(33)}, "at most 32 splits"),
+        ((q, k, v, *ids), {"config": replace(SMALL, num_splits=2)}, "which read early"),
         (
             (q, k, v, *ids),
-            {"config": replace(SMALL_NEW, num_splits=2), "new_kv_TGD": step.new_kv_TGD},
+            {"config": in_splits(2, SMALL_NEW), "new_kv_TGD": step.new_kv_TGD},
             "from the pool alone",
         ),
         (
             (q, k, v, *ids),
-            {"config": replace(SMALL, num_splits=3), "scratch": Guarded(step, 2).scratch},
+            {"config": in_splits(3), "scratch": Guarded(step, 2).scratch},
             "holds 1536 partial sums.*need 2304",
         ),
     ]
@@ -474,7 +492,7 @@ def test_grid(dtype: torch.dtype, head_dim: int, block_size: int, group: int) ->
     seq_lens = [S - 1, 2 * S, 3 * S + 1, 4 * S, 333, 0]
     step = made(query_lens, seq_lens, num_padding=40, **shape)
     check(step, None)
-    cut = replace(choose_config(400, 2 * group, head_dim, dtype), num_splits=5)
+    cut = in_splits(5, choose_config(400, 2 * group, head_dim, dtype))
     check(step, cut, Guarded(step, 5).scratch)
 
 
@@ -504,6 +522,8 @@ def test_splits_of_a_launch(num_tokens: int, num_heads: int, num_kv_heads: int) 
         out = step.run(None, scratch)
         torch.testing.assert_close(out.float(), expected, atol=1.6e-2, rtol=1.6e-2)
         assert torch.equal(step.run(None, scratch), out)
+        whole = step.run(None, reads_early=True)
+        torch.testing.assert_close(whole.float(), expected, atol=1.6e-2, rtol=1.6e-2)
 
 
 @pytest.mark.gpu
@@ -592,4 +612,5 @@ def test_the_most_tokens_of_small_tiles_are_not_cut(num_heads: int, num_kv_heads
     for has_new in (False, True):
         config = choose_config(num_tokens, num_heads, 128, torch.bfloat16, has_new=has_new)
         assert config.block_m == 64 and not config.uses_new
-        assert split_further(config, num_tokens, num_heads, num_kv_heads) == config
+        few = for_few_tokens(config, num_tokens, num_heads, num_kv_heads, is_cut=True)
+        assert few.num_splits == 1

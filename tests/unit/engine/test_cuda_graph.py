@@ -97,9 +97,9 @@ def test_few_tokens_behind_a_context_get_little_padding() -> None:
 @pytest.mark.parametrize("budget", [8, 100, 8192])
 def test_extends_of_each_number_of_requests_fit_the_budget(budget: int) -> None:
     shapes = graphs(256, 4096, budget).extend_shapes()
-    assert [s.num_requests for s in shapes] == [
-        size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= budget
-    ]
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= budget]
+    assert [s.num_requests for s in shapes if not s.is_long] == sizes
+    assert [s.num_requests for s in shapes if s.is_long] == sizes
     assert all(s.num_requests <= s.num_tokens <= budget and s.kind == "extend" for s in shapes)
 
 
@@ -136,6 +136,24 @@ def test_kinds(plan: StepPlan, small: str, large: str) -> None:
     query_lens[-1] += 4744
     shape = graphs(256, 9000).shape_of(replace(plan, query_lens=query_lens))
     assert shape == Shape(5120, 16, large)
+
+
+def test_keys_of_few_tokens_are_cut_where_they_are_many() -> None:
+    """By the longest context; not of steps that have no splits, nor where each kind of request has
+    its own kernel."""
+    made = graphs(256, 9000)
+    for context, new, is_long in (
+        (464, 48, False), (465, 48, True), (2083, 511, True), (2083, 512, False),
+        (2083, 4500, False),
+    ):  # fmt: skip
+        plan = replace(
+            decode_plan(2, 5),
+            context_lens=np.array([5, context], np.int32),
+            query_lens=np.array([1, new], np.int32),
+            num_decodes=1,
+        )
+        shape = made.shape_of(plan)
+        assert shape is not None and shape.is_long is is_long, (context, new)
 
 
 def test_large_steps() -> None:
