@@ -123,10 +123,11 @@ def test_tiles() -> None:
 
 def test_where_it_is_faster() -> None:
     """With many tokens always; with few, where tiles are about as many as multiprocessors."""
-    for T in (1, 65, 128, 129, 256, 257, 1023, 1024, 8192):
+    for T in (1, 65, 128, 169, 256, 257, 1023, 1024, 8192):
         assert is_faster(T, 8960) is is_faster(T, 3072) is (T <= 256 or T >= 1024), T
         assert is_faster(T, 14336) is (T <= 128 or T >= 1024), T
         assert is_faster(T, 1536) is (64 < T <= 256 or T >= 1024), T
+    assert is_faster(129, 3072) and not is_faster(129, 8960) and not is_faster(168, 8960)
 
 
 COMPILE = """

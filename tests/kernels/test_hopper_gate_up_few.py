@@ -87,6 +87,8 @@ def test_configs() -> None:
     """One tile a multiprocessor at most, and none that could take a smaller one."""
     assert few_config(256, 8960) == FewConfig(128, 256, 16)
     assert few_config(128, 8960) == FewConfig(128, 128, 16)
+    assert few_config(129, 8960) is few_config(168, 8960) is None
+    assert few_config(169, 8960) == few_config(256, 8960)
     assert few_config(25, 8960) == FewConfig(64, 128, 16)
     assert few_config(128, 3072) == few_config(64, 3072) == FewConfig(64, 128, 0)
     assert few_config(256, 3072) == FewConfig(128, 128, 0)
