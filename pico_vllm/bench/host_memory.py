@@ -68,11 +68,10 @@ def run_host_memory(
         token_bytes = read_model_config(config.model).kv_bytes_per_token(itemsize)
         host_gb = (shape.prompts + 1) * num_pool * config.block_size * token_bytes / 2**30
     below = replace(
-        config,
+        config.without_tiers(),
         num_kv_blocks=num_pool,
         max_model_len=shape.max_total_tokens,
         kv_host_gb=host_gb,
-        kv_disk_path=None,
     )
     free_memory()
     with closing(load(below)) as llm:

@@ -217,11 +217,9 @@ def run_turns(
     talks = _Talks(shape, seed)
     num_working, num_pool = turns_blocks(config, shape, talks)
     alone = replace(
-        config,
+        config.without_tiers(),
         num_kv_blocks=num_pool,
         max_model_len=min(shape.max_total_tokens, num_pool * config.block_size),
-        kv_host_gb=None,
-        kv_disk_path=None,
     )
     with ExitStack() as stack:
         for tiers in TIERS:
@@ -231,7 +229,8 @@ def run_turns(
                 if config.kv_disk_path is not None:
                     parent = make_folder(config.kv_disk_path)
                 folder = tempfile.TemporaryDirectory(prefix="pico-vllm-bench-", dir=parent)
-                below = replace(below, kv_disk_path=stack.enter_context(folder))
+                path = stack.enter_context(folder)
+                below = replace(below, kv_disk_path=path, kv_disk_gb=config.kv_disk_gb)
             free_memory()
             with closing(load(below)) as llm:
                 if host_gb is None:

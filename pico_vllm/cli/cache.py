@@ -14,7 +14,7 @@ import typer
 from pico_vllm.cli.lines import Commit, IsJson, Lines, RecordFile, print_table
 from pico_vllm.cli.options import field_option, integers
 from pico_vllm.cli.terminal import printable
-from pico_vllm.config.engine import EngineConfig
+from pico_vllm.config.engine import DISK_GB, EngineConfig
 from pico_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def cache(
             rich_help_panel="Engine",
         ),
     ] = None,
-    kv_disk_gb: Annotated[float, field_option(EngineConfig, "kv_disk_gb")] = 16.0,
+    kv_disk_gb: Annotated[float | None, field_option(EngineConfig, "kv_disk_gb")] = None,
     num_host_blocks: Annotated[
         int | None,
         typer.Option(min=1, max=MAX_BLOCKS, help="KV blocks in host memory, without --kv-host-gb."),
@@ -334,7 +334,9 @@ def _tier_sizes(
         num_host_blocks = int((host_gb or 0.0) * 2**30) // block_bytes
     if disk_path is not None:
         num_disk_blocks = num_records_in(
-            int(config.kv_disk_gb * 2**30), TOKEN_BYTES * config.block_size, block_bytes
+            int((config.kv_disk_gb or DISK_GB) * 2**30),
+            TOKEN_BYTES * config.block_size,
+            block_bytes,
         )
     for name, count in (("host", num_host_blocks), ("disk", num_disk_blocks or 1)):
         if not 1 <= count <= MAX_BLOCKS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain
 from typing import Annotated
 
@@ -84,7 +83,7 @@ def bench_prefix(
             for line in run_host_cost(chosen):
                 lines.add(line | {"sizes": sizes} | machine(str(device), commit=commit))
         if on_engine:
-            with load_llm(replace(engine, kv_host_gb=None, kv_disk_path=None)) as llm:
+            with load_llm(engine.without_tiers()) as llm:
                 check_cases(on_engine, chosen, llm.config.max_model_len)
                 for line, config in run_prefix(llm, on_engine, chosen, seed=engine.seed):
                     head = {"id": line["id"], "model": engine.model}

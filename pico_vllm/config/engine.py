@@ -32,6 +32,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction_policy": ("lru", "lfu", "fifo", "priority"),
 }
 MAX_TIER_GB = 1 << 20
+DISK_GB = 16.0
 WITH_TRITON = ("triton", "attention")
 """Of kernels: those whose attention, and with it the batch and its runner, is Triton's."""
 
@@ -121,8 +122,8 @@ class EngineConfig:
     kv_disk_path: str | None = None
     """Folder for cached prefixes that host memory has no room for. They outlive the process, and
     are as readable as the prompts that they are of. None keeps nothing on disk."""
-    kv_disk_gb: float = 16.0
-    """GiB of kv_disk_path, for each model that uses it."""
+    kv_disk_gb: float | None = None
+    """GiB of kv_disk_path, for each model that uses it; None takes 16."""
     num_threads: int | None = None
     """CPU threads, of all engines in this process; None takes the cores it may use."""
 
@@ -203,7 +204,7 @@ class EngineConfig:
     def _check_tiers(self) -> None:
         for name, is_open in (("kv_host_gb", False), ("kv_disk_gb", True)):
             value = getattr(self, name)
-            if value is None and name == "kv_host_gb":
+            if value is None:
                 continue
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 <= value <= MAX_TIER_GB or (is_open and value == 0):
@@ -217,12 +218,22 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_disk_path must name a folder, not {show(path)}", param="kv_disk_path"
             )
+        if path is None and self.kv_disk_gb is not None:
+            raise ConfigError(
+                f"kv_disk_gb is {self.kv_disk_gb}, but no kv_disk_path says where; give it, or "
+                "leave kv_disk_gb out",
+                param="kv_disk_gb",
+            )
         if path is not None and self.kv_host_gb == 0:
             raise ConfigError(
                 "kv_host_gb is 0, but blocks pass through host memory on their way to "
                 "kv_disk_path; leave kv_host_gb out for 1 GiB, or give more than 0",
                 param="kv_host_gb",
             )
+
+    def without_tiers(self) -> EngineConfig:
+        """The same, with cached prefixes in the KV pool alone."""
+        return replace(self, kv_host_gb=None, kv_disk_path=None, kv_disk_gb=None)
 
     @property
     def has_lower_tiers(self) -> bool:
@@ -348,10 +359,11 @@ class EngineConfig:
                 param="enable_prefix_caching",
             )
         kv_host_gb = self.kv_host_gb
+        has_disk = self.kv_disk_path is not None
         if kv_host_gb is None:
-            kv_host_gb = 0.0 if self.kv_disk_path is None else 1.0
+            kv_host_gb = 1.0 if has_disk else 0.0
         if kv_host_gb and prefix_caching == "off":
-            name = "kv_disk_path" if self.kv_disk_path is not None else "kv_host_gb"
+            name = "kv_disk_path" if has_disk else "kv_host_gb"
             raise ConfigError(
                 f"{name} keeps cached prefixes and needs enable_prefix_caching on; leave it out",
                 param=name,
@@ -365,6 +377,7 @@ class EngineConfig:
             self,
             enable_prefix_caching=prefix_caching,
             kv_host_gb=kv_host_gb,
+            kv_disk_gb=DISK_GB if has_disk and self.kv_disk_gb is None else self.kv_disk_gb,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
             kernels=kernels,

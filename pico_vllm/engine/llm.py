@@ -62,7 +62,7 @@ class LLM:
         max_cached_fraction: float = 1.0,
         kv_host_gb: float | None = None,
         kv_disk_path: str | PathLike[str] | None = None,
-        kv_disk_gb: float = 16.0,
+        kv_disk_gb: float | None = None,
         num_threads: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:

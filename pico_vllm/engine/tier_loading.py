@@ -74,6 +74,7 @@ def build_tiers(
     identity = sha256(text + weights_identity).digest()
     disk = None
     if config.kv_disk_path is not None:
+        assert config.kv_disk_gb is not None
         layout = {
             "architecture": model.architecture,
             "layers": model.num_layers,

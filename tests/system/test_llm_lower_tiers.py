@@ -99,6 +99,7 @@ def test_settings_that_are_refused(tiny_model: TinyModel, tmp_path: Path) -> Non
         ({"kv_host_gb": 1e-9}, "kv_host_gb 1e-09 is 1 bytes, and a block of 16 tokens takes"),
         ({"kv_host_gb": 1e6}, "of host memory are free; lower it"),
         ({"kv_disk_gb": 0}, "kv_disk_gb must be a number of GiB above 0"),
+        ({"kv_disk_gb": 4}, "kv_disk_gb is 4, but no kv_disk_path says where; give it, or leave"),
         ({"kv_disk_path": ""}, "kv_disk_path must name a folder"),
         ({"kv_disk_path": str(tmp_path), "kv_host_gb": 0}, "leave kv_host_gb out for 1 GiB"),
         ({"kv_disk_path": str(tmp_path), "kv_disk_gb": 1e-9}, "kv_disk_gb gives 1 bytes"),
