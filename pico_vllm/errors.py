@@ -18,6 +18,8 @@ another user's text.
 
 from __future__ import annotations
 
+import reprlib
+
 
 class PicoError(Exception):
     """Base of all errors raised on purpose.
@@ -66,3 +68,21 @@ class ConfigError(PicoError):
 class ModelLoadError(PicoError):
     code = "model_load_failed"
     status = 500
+
+
+_shorten = reprlib.Repr()
+_shorten.maxstring = 80
+_shorten.maxother = 80
+
+
+def show(value: object) -> str:
+    """A value as an error message quotes it: short, and safe for huge integers."""
+    try:
+        return _shorten.repr(value)
+    except (ValueError, RecursionError):
+        return "a value too large to print"
+
+
+def show_name(name: str, limit: int = 80) -> str:
+    """A name from a file as a message carries it: one line, valid UTF-8, not too long."""
+    return name[:limit] if name.isprintable() else repr(name[:limit])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pico_vllm.errors import InvalidRequestError
+from pico_vllm.errors import InvalidRequestError, show
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
@@ -134,7 +134,7 @@ class SamplingParams:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(
-                    f"{name} must be True or False, not {_show(getattr(self, name))}", param=name
+                    f"{name} must be True or False, not {show(getattr(self, name))}", param=name
                 )
         salt = self.cache_salt
         # Half a character cannot be written down, which tiers below the device do with a salt.
@@ -142,7 +142,7 @@ class SamplingParams:
         if salt is not None and not (is_text and 1 <= len(salt) <= MAX_SALT_CHARS):
             raise InvalidRequestError(
                 f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} whole characters, not "
-                f"{_show(salt)}",
+                f"{show(salt)}",
                 param="cache_salt",
             )
         object.__setattr__(self, "stop_strings", _checked_stop(self.stop))
@@ -158,23 +158,12 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
 
-def _show(value: object) -> str:
-    """A value as a message quotes it: short, whatever was given."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print an int of more than 4300 digits.
-        return "a value too large to print"
-    except Exception:  # a caller's own class
-        return f"a {type(value).__name__} that cannot be printed"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _check_int(name: str, value: object, low: int, high: int, hint: str = "") -> None:
     # bool is an int to Python and never what the caller of a count meant.
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         tail = f"; {hint}" if hint else ""
         raise InvalidRequestError(
-            f"{name} must be a whole number from {low} to {high}, not {_show(value)}{tail}",
+            f"{name} must be a whole number from {low} to {high}, not {show(value)}{tail}",
             param=name,
         )
 
@@ -187,7 +176,7 @@ def _check_float(
     if not is_number or not low <= value <= high or (exclusive_low and value == low):  # type: ignore[operator]
         bracket = "(" if exclusive_low else "["
         raise InvalidRequestError(
-            f"{name} must be a number in {bracket}{low:g}, {high:g}], not {_show(value)}",
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], not {show(value)}",
             param=name,
         )
 
@@ -199,13 +188,13 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     if not isinstance(strings, (list, tuple)) or len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
             f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings, not "
-            f"{_show(stop)}",
+            f"{show(stop)}",
             param="stop",
         )
     for text in strings:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
             raise InvalidRequestError(
-                f"each stop string has 1 to {MAX_STOP_CHARS} characters, not {_show(text)}",
+                f"each stop string has 1 to {MAX_STOP_CHARS} characters, not {show(text)}",
                 param="stop",
             )
     return tuple(strings)
@@ -216,7 +205,7 @@ def _checked_stop_ids(ids: object) -> tuple[int, ...]:
         return ()
     if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(
-            f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} ids, not {_show(ids)}",
+            f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} ids, not {show(ids)}",
             param="stop_token_ids",
         )
     for token_id in ids:
@@ -228,7 +217,7 @@ def _checked_bias(bias: object) -> TokenBiases | None:
     if bias is None or (isinstance(bias, Mapping) and len(bias) == 0):
         return None
     if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
-        count = f" of {len(bias)} entries" if isinstance(bias, Mapping) else f", not {_show(bias)}"
+        count = f" of {len(bias)} entries" if isinstance(bias, Mapping) else f", not {show(bias)}"
         raise InvalidRequestError(
             f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers{count}",
             param="logit_bias",
@@ -244,14 +233,14 @@ def _checked_bias(bias: object) -> TokenBiases | None:
         is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not is_id or not 0 <= token_id < 2**31:
             raise InvalidRequestError(
-                f"logit_bias key {_show(key)} is not a token id", param="logit_bias"
+                f"logit_bias key {show(key)} is not a token id", param="logit_bias"
             )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         # Written as `not (low <= x <= high)` so that NaN fails too.
         if not is_number or not -100.0 <= value <= 100.0:
             raise InvalidRequestError(
                 f"logit_bias of token {token_id} must be a number in [-100, 100], not "
-                f"{_show(value)}",
+                f"{show(value)}",
                 param="logit_bias",
             )
         checked[token_id] = float(value)

@@ -10,8 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pico_vllm.config.hf_keys import show
-from pico_vllm.errors import ConfigError
+from pico_vllm.errors import ConfigError, show
 
 
 @dataclass(frozen=True, slots=True)

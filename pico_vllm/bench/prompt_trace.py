@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pico_vllm.config.hf_keys import show
-from pico_vllm.errors import ConfigError, InvalidRequestError
+from pico_vllm.errors import ConfigError, InvalidRequestError, show
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.tokenizer.tokenizer import Tokenizer
 

@@ -7,9 +7,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pico_vllm.config.hf_keys import show
 from pico_vllm.config.model import ModelConfig
-from pico_vllm.errors import ConfigError
+from pico_vllm.errors import ConfigError, show
 
 KvKind = Literal["paged", "contiguous", "none"]
 WeightFormat = Literal["auto", "keep", "bf16", "fp32"]

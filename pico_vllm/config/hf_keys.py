@@ -8,28 +8,9 @@ never reach the arithmetic of a forward pass.
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping
 
-from pico_vllm.errors import ModelLoadError
-
-_shorten = reprlib.Repr()
-_shorten.maxstring = 80
-_shorten.maxother = 80
-
-
-def show(value: object) -> str:
-    """A value as an error message quotes it: short, and safe for huge integers."""
-    try:
-        return _shorten.repr(value)
-    except (ValueError, RecursionError):
-        return f"a {type(value).__name__} too large to print"
-
-
-def show_name(name: str, limit: int = 80) -> str:
-    """A name from a file as a message carries it: one line, valid UTF-8, not too long."""
-    return name[:limit] if name.isprintable() else repr(name[:limit])
-
+from pico_vllm.errors import ModelLoadError, show, show_name
 
 # Bookkeeping, training, generation defaults, output switches: `save_pretrained` of transformers 4
 # and 5 writes them, fine-tuning tools add a few, and none takes part in the forward pass.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pico_vllm.config.hf_keys import HfKeys, show
+from pico_vllm.config.hf_keys import HfKeys
 from pico_vllm.config.rope import MAX_POSITION, RopeConfig, RopeKind, rope_from_hf
-from pico_vllm.errors import ModelLoadError
+from pico_vllm.errors import ModelLoadError, show
 
 __all__ = ["ModelConfig", "RopeConfig", "RopeKind"]
 

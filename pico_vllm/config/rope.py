@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pico_vllm.config.hf_keys import HfKeys, show
+from pico_vllm.config.hf_keys import HfKeys
+from pico_vllm.errors import show
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 

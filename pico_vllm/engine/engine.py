@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from pico_vllm.cache.prefix_cache import CacheStats
 from pico_vllm.config.engine import EngineConfig
-from pico_vllm.config.hf_keys import show
 from pico_vllm.engine.host_clock import HostClock
 from pico_vllm.engine.model_runner import PendingResult, Runner
 from pico_vllm.errors import (
@@ -33,6 +32,7 @@ from pico_vllm.errors import (
     InvalidRequestError,
     ModelLoadError,
     TokenOutOfRangeError,
+    show,
 )
 from pico_vllm.outputs import StepEvents
 from pico_vllm.request import FinishReason, Request

@@ -11,12 +11,11 @@ from os import PathLike, fspath
 from typing import Any, Self
 
 from pico_vllm.config.engine import EngineConfig, KvKind, WeightFormat
-from pico_vllm.config.hf_keys import show
 from pico_vllm.engine.engine import CheckedRequest, Engine
 from pico_vllm.engine.loading import OnProgress, load_model
 from pico_vllm.engine.output_processor import AnswerGroup, OutputProcessor
 from pico_vllm.engine.progress import ProgressLine
-from pico_vllm.errors import ConfigError, InvalidRequestError
+from pico_vllm.errors import ConfigError, InvalidRequestError, show
 from pico_vllm.outputs import CompletionDelta, RequestOutput
 from pico_vllm.sampling_params import SamplingParams
 from pico_vllm.tokenizer.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from pico_vllm.config.hf_keys import HfKeys, show
-from pico_vllm.errors import ModelLoadError
+from pico_vllm.config.hf_keys import HfKeys
+from pico_vllm.errors import ModelLoadError, show
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

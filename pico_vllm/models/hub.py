@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pico_vllm.config.hf_keys import show_name
-from pico_vllm.errors import ModelLoadError
+from pico_vllm.errors import ModelLoadError, show_name
 from pico_vllm.models.strict_json import read_json_object
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pico_vllm.config.hf_keys import show
-from pico_vllm.errors import ModelLoadError
+from pico_vllm.errors import ModelLoadError, show
 from pico_vllm.models.raw_file import RawFile
 from pico_vllm.models.strict_json import parse_json_object
 

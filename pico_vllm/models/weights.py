@@ -17,8 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pico_vllm.config.hf_keys import show, show_name
-from pico_vllm.errors import ModelLoadError
+from pico_vllm.errors import ModelLoadError, show, show_name
 from pico_vllm.models.device_reader import DeviceReader, has_own_memory
 from pico_vllm.models.raw_file import CHUNK_BYTES, RawFile, bytes_of, copy_rows
 from pico_vllm.models.safetensors_header import Entry, read_header

@@ -20,13 +20,13 @@ from typing import Any
 
 import tokenizers
 
-from pico_vllm.config.hf_keys import show
 from pico_vllm.errors import (
     ChatTemplateError,
     ContextLengthError,
     InvalidRequestError,
     ModelLoadError,
     TokenOutOfRangeError,
+    show,
 )
 from pico_vllm.tokenizer.chat_template import ChatTemplate, check_messages
 from pico_vllm.tokenizer.from_directory import read_directory
